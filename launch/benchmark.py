@@ -18,7 +18,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 
 import argparse
 import functools
-import json
 import runpy
 from collections.abc import Callable
 from importlib import import_module
@@ -36,12 +35,11 @@ _BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, but for --config and --config.FIELD=VALUE."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    """Return the command line, but for --config and --config.FIELD=VALUE."""
+    parser = cli.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name in _BENCHMARKS:
-        command = commands.add_parser(name, allow_abbrev=False)
+        command = commands.add_parser(name)
         command.add_argument("--json", type=Path, help="write the figures to this file")
         if name in _OF_SIZE:
             command.add_argument("--size", help="see above")
@@ -64,8 +62,7 @@ def measure(args: argparse.Namespace) -> None:
     report = getattr(module, f"measure_{args.benchmark}")(*_inputs(args, log))
     print(report.to_text())
     if args.json:
-        figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
-        args.json.write_text(figures + "\n", encoding="utf-8")
+        report.write_json(args.json)
     if report.failed:
         sys.exit(1)
 
@@ -91,8 +88,7 @@ def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
 def main(argv: list[str]) -> None:
     with cli.user_errors():
         args, rest = parser().parse_known_args(argv)
-        if args.json and not args.json.absolute().parent.is_dir():
-            raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
+        cli.check_folder("--json", args.json)
         if args.benchmark not in _OF_CONFIG:
             cli.refuse(rest, vars(args).keys() - {"benchmark"})
             return measure(args)

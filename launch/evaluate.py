@@ -18,7 +18,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 
 import argparse
 import functools
-import json
 from pathlib import Path
 
 from specrl_jax.config import cli
@@ -39,8 +38,7 @@ def main() -> None:
     cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
     if args.samples < 0 or args.limit < 0:
         raise ValueError(f"--samples and --limit must be >= 0, got {args.samples}, {args.limit}")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
+    cli.check_folder("--json", args.json)
     from specrl_jax.benchmarks.rollout import Report
     from specrl_jax.evaluation import eval_tasks, saved_policy
 
@@ -70,8 +68,7 @@ def main() -> None:
         if rows:
             print(report.to_text(), flush=True)
         if args.json and rows:
-            figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
-            args.json.write_text(figures + "\n", encoding="utf-8")
+            report.write_json(args.json)
     if misfits:
         raise ValueError(f"no figures of {'; '.join(misfits)}")
 

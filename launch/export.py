@@ -23,8 +23,7 @@ from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="work directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--step", default="last", help="best, last (default) or N")

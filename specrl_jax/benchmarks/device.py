@@ -101,7 +101,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
 
 
 def _chosen_attention(size: Size) -> Size:
-    """The size with the kernels that a run of its shapes would take."""
+    """Return the size with the kernels that a run of its shapes would take."""
     slots = round_slots(size.prompt_len + size.response_len)
     with contextlib.redirect_stdout(sys.stderr):
         kernels = attention.choose_kernels("auto", size.model, slots)
@@ -132,7 +132,7 @@ def _figure(
 
 
 def _repeat(call: Callable[[], float]) -> float:
-    """The median of 2 to 20 calls, as many as `REPEAT_SECONDS` allow."""
+    """Return the median of 2 to 20 calls, as many as `REPEAT_SECONDS` allow."""
     start = time.perf_counter()
     values = []
     while len(values) < 2 or (len(values) < 20 and time.perf_counter() - start < REPEAT_SECONDS):

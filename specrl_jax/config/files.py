@@ -26,7 +26,7 @@ def presets(path: str | Path) -> dict[str, str]:
 
 
 def comments(path: str | Path, fields: Iterable[str]) -> dict[str, str]:
-    """The comment of each of these fields, in the order of the file.
+    """Return the comment of each of these fields, in the order of the file.
 
     A field's line is `SECTION.NAME = VALUE  # COMMENT`, where SECTION is the last part of its path.
     """

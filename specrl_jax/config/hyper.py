@@ -37,7 +37,7 @@ def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
 
 
 def zipit(sweeps: Sequence[Sweep]) -> Sweep:
-    """The first of every sweep together, then the second. Sweeps must have one length."""
+    """Return the first of every sweep together, then the second. Sweeps must have one length."""
     lengths = list(map(len, sweeps))
     if len(set(lengths)) > 1:
         raise ValueError(f"hyper.zipit must get sweeps of one length, got lengths {lengths}")

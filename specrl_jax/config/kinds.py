@@ -32,7 +32,7 @@ def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def get(config: ConfigDict, field: str) -> Any:
-    """The value of a field by its path."""
+    """Return the value of a field by its path."""
     return functools.reduce(operator.getitem, field.split("."), config)
 
 
@@ -44,11 +44,11 @@ class Kind:
     names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
 
     def choices(self) -> tuple[str, ...]:
-        """The names of a choice."""
+        """Return the names of a choice."""
         return tuple(n for name in self.names for n in (table(name) if ":" in name else [name]))
 
     def broken(self, value: Any) -> str:
-        """The rule that a value breaks, in words; "" where it breaks none."""
+        """Return the rule that a value breaks, in words; "" where it breaks none."""
         if self.names:
             names = self.choices()
             return "" if value in names else f"one of {', '.join(names)}"

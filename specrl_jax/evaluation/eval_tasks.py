@@ -54,7 +54,7 @@ class Task:
 def load_task(
     name: str, config: ConfigDict, limit: int, change: Callable[[ConfigDict], ConfigDict]
 ) -> Task:
-    """The first `limit` problems of a task (0: all) for a policy with this configuration.
+    """Return the first `limit` problems of a task (0: all) for a policy with this configuration.
 
     change: the user's changes of the configuration. Raises ValueError in one line.
     """

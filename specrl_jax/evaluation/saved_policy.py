@@ -52,7 +52,7 @@ class SavedPolicy:
     adapters: Adapters | None = None  # where the run trained them
 
     def weights(self) -> Params:
-        """The rollout's copy of the weights."""
+        """Return the rollout's copy of the weights."""
         return rollout_weights(self.model, self.params)
 
     def spec(self, prompt_slots: int, samples: int, temperature: float) -> RolloutSpec:
@@ -104,7 +104,7 @@ def open_policy(
     defaults: ConfigDict,
     change: Callable[[ConfigDict], ConfigDict] = lambda config: config,
 ) -> SavedPolicy:
-    """The policy of the checkpoint `step` of a work directory, or else of `model`.
+    """Return the policy of the checkpoint `step` of a work directory, or else of `model`.
 
     step: best, last, or a number. model: as `model.source`. defaults: every field, for a model.
     change: the user's changes of the configuration. Sets the mesh. Raises ValueError in one line.
@@ -134,7 +134,7 @@ def open_policy(
 
 
 def run_config(workdir: Path) -> ConfigDict:
-    """The configuration of a run; ValueError in one line where the directory holds none."""
+    """Return the configuration of a run; ValueError in one line where the directory holds none."""
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -148,7 +148,7 @@ def run_config(workdir: Path) -> ConfigDict:
 
 
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
-    """The configuration to read a model with: `defaults` without its task.
+    """Return the configuration to read a model with: `defaults` without its task.
 
     Prompts go through the model's chat template, where it has one. Temperature and longest response
     are those of its generation_config.json, else 1 and 512 tokens.

@@ -171,7 +171,7 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _decode(line: bytes, where: str) -> dict[str, Any]:
-    """The record of a line; errors begin with `where`."""
+    """Return the record of a line; errors begin with `where`."""
     record = json_object(line, where, ("step", "epoch"))
     nonfinite = record.pop("nonfinite", {})
     with one_line(f"{where} must name metrics and their values in 'nonfinite'"):
@@ -192,7 +192,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
+    """Return the records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
 
     nan and inf are floats again. An unfinished last line (the run is writing, or was killed) is
     skipped.

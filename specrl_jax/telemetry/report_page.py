@@ -48,7 +48,7 @@ def write_report(
 
 
 def page(data: dict[str, Any]) -> str:
-    """The HTML of the page's data. All text in it stays text, whatever it holds."""
+    """Return the HTML of the page's data. All text in it stays text, whatever it holds."""
     from plotly.offline import get_plotlyjs
 
     # Without "<" no text can end the script element that holds it; the rest is ASCII.

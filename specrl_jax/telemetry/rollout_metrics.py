@@ -20,7 +20,7 @@ def rollout_metrics(
     forced: np.ndarray,
     group_size: int,
 ) -> dict[str, float]:
-    """The `rollout/*` metrics of the contents of B responses.
+    """Return the `rollout/*` metrics of the contents of B responses.
 
     tokens, lens, prefix_lens: as in `types.Rollout`.
     eos_ids: the tokens that end a response.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import cli, hyper, validate
-from specrl_jax.config.effects import without_effect
+from specrl_jax.config.fields import without_effect
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import write_report

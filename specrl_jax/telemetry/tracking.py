@@ -241,7 +241,7 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
 
 
 def _tags(config: Mapping[str, Any]) -> list[str]:
-    """The task and the kind of draft, to search for runs."""
+    """Return the task and the kind of draft, to search for runs."""
     fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
     tags = (str(config.get(section, {}).get(field, "")) for section, field in fields)
     return [tag[:_MAX_NAME] for tag in tags if tag]

@@ -5,8 +5,7 @@ import small_runs
 from small_runs import line_of
 
 from specrl_jax.config import cli, validate
-from specrl_jax.config.effects import without_effect
-from specrl_jax.config.fields import FIELDS, ORIGIN, RUN, may_change
+from specrl_jax.config.fields import FIELDS, ORIGIN, RUN, may_change, without_effect
 
 NONE = {"rollout.draft": "none"}
 TREE = {"rollout.draft": "tree"}
