@@ -19,7 +19,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 import argparse
 import functools
 import runpy
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -59,30 +58,31 @@ def measure(args: argparse.Namespace) -> None:
     """Run the benchmark and report its figures; exit with 1 where a part of it failed."""
     log = functools.partial(print, file=sys.stderr, flush=True)
     module = import_module(f"specrl_jax.benchmarks.{args.benchmark}")  # takes seconds
-    report = getattr(module, f"measure_{args.benchmark}")(*_inputs(args, log))
+    run = getattr(module, f"measure_{args.benchmark}")
+    from specrl_jax.process import runtime
+
+    if args.benchmark in _OF_CONFIG:
+        config = flags.FLAGS.config
+        runtime.start(config)
+        report = run(config, log, args.repeats, args.drift)
+    else:
+        import jax
+
+        from specrl_jax.sharding import make_mesh
+
+        runtime.use_compilation_cache()
+        jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
+        numbers = {name: getattr(args, name) for name in _NUMBERS}
+        if args.benchmark == "device":
+            config = runpy.run_path(str(_CONFIG))["get_config"]("tiny")
+            report = run(config, args.size, numbers, log)
+        else:
+            report = run(args.size or "tiny", numbers, log)
     print(report.to_text())
     if args.json:
         report.write_json(args.json)
     if report.failed:
         sys.exit(1)
-
-
-def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
-    from specrl_jax.process import runtime
-
-    if args.benchmark in _OF_CONFIG:
-        runtime.start(flags.FLAGS.config)
-        return flags.FLAGS.config, log, args.repeats, args.drift
-    import jax
-
-    from specrl_jax.sharding import make_mesh
-
-    runtime.use_compilation_cache()
-    jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
-    numbers = {name: getattr(args, name) for name in _NUMBERS}
-    if args.benchmark == "device":
-        return runpy.run_path(str(_CONFIG))["get_config"]("tiny"), args.size, numbers, log
-    return args.size or "tiny", numbers, log
 
 
 def main(argv: list[str]) -> None:

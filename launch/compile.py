@@ -66,10 +66,7 @@ def main() -> None:
 
 
 def _chosen(listed: list) -> list:
-    """Return the programs whose names begin as --programs says; all where it says nothing.
-
-    Raises ValueError in one line.
-    """
+    """Return the programs whose names begin as --programs says; all where it says nothing."""
     prefixes = _PROGRAMS.value or [""]
     for prefix in prefixes:
         if not any(program.name.startswith(prefix) for program in listed):

@@ -97,7 +97,7 @@ SIZES = {
 
 
 def choose(name: str, **changes: Any) -> Size:
-    """The size of this name with the fields that are not None changed; the device's compute type.
+    """Return the size of this name in the device's type, with the changes that are not None.
 
     Raises ValueError in one line.
     """
@@ -341,8 +341,10 @@ def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generato
 def make_drafts(
     rollout: Rollout, rate: float, vocab: int, rng: np.random.Generator
 ) -> tuple[Drafts, DraftHistory]:
-    """Every response with a share `rate` of its tokens replaced, as its row's previous response;
-    and another such copy for tree drafts."""
+    """Return two copies of a rollout with a share `rate` of its tokens replaced.
+
+    One is for previous drafts, the other for tree drafts.
+    """
     tokens = corrupt(rollout.tokens, rate, vocab, rng)
     copies = corrupt(rollout.tokens, rate, vocab, rng)
     logprobs = put(rollout.sampling_logprobs, "batch", None)

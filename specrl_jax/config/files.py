@@ -15,12 +15,12 @@ from specrl_jax.config.kinds import get
 
 
 def get_config(path: str, preset: str = "") -> ConfigDict:
-    """A new configuration of a file, as --config=PATH[:PRESET] gives it."""
+    """Make a configuration of a file, as --config=PATH[:PRESET] gives it."""
     return runpy.run_path(path)["get_config"](*[preset] if preset else [])
 
 
 def presets(path: str | Path) -> dict[str, str]:
-    """The file's presets and the first line of their docstrings; {} where it has no PRESETS."""
+    """Return the file's presets and their docstrings' first lines; {} if it has no PRESETS."""
     table = runpy.run_path(str(path)).get("PRESETS", {})
     return {name: (preset.__doc__ or "").strip().split("\n")[0] for name, preset in table.items()}
 

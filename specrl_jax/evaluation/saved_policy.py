@@ -56,7 +56,7 @@ class SavedPolicy:
         return rollout_weights(self.model, self.params)
 
     def spec(self, prompt_slots: int, samples: int, temperature: float) -> RolloutSpec:
-        """A rollout of `samples` responses a prompt."""
+        """Return the spec of a rollout of `samples` responses a prompt."""
         tokenizer = self.tokenizer
         config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
@@ -70,7 +70,7 @@ class SavedPolicy:
         return NoiseKey(key, self.step if step is None else step, Purpose.EVALUATE)
 
     def batch_size(self, prompts: int, samples: int = 1) -> int:
-        """Prompts per rollout: about as many rows as in the run's evaluation."""
+        """Return prompts per rollout: about as many rows as in the run's evaluation."""
         settings = self.config.evaluate
         pieces = shards("batch")
         size = max(settings.batch_size * settings.samples // samples, 1)
@@ -194,10 +194,7 @@ def _read_params(
 
 
 def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -> Params:
-    """Read the weights that a run's adapters were trained for, from where the run read them.
-
-    host: of a checkpoint. Raises ValueError in one line where they are others now.
-    """
+    """Read the weights that a run's adapters were trained for; host: of its checkpoint."""
     params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)[1]
     if checksum(params) != host["origin"]["weights"]:
         raise ValueError(

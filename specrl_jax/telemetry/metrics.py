@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
 
 
 def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
-    """One line. JSON has no nan or inf: such a value is null, and `nonfinite` holds its name."""
+    """Return a line. JSON has no nan or inf: such a value is null, and in `nonfinite`."""
     nonfinite = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
     record = {"step": step, "epoch": epoch} | dict(values) | dict.fromkeys(nonfinite)
     if nonfinite:
@@ -152,10 +152,7 @@ def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
 
 
 def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(offset of the line's end, record) of every complete line; a torn last line is skipped.
-
-    Raises ValueError in one line, with the file and the line's number, for what is no record.
-    """
+    """Return (offset of the line's end, record) of every complete line; a torn last is skipped."""
     records: list[tuple[int, dict[str, Any]]] = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n"):
@@ -242,7 +239,7 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._tracker = SafeTracker(tracker, workdir, config)
 
     def restore(self, step: float) -> None:
-        """Removes the records after `step` and an unfinished last line.
+        """Remove the records after `step` and an unfinished last line.
 
         Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
         steps up to `step`.
@@ -260,7 +257,7 @@ class MetricsLog(contextlib.AbstractContextManager):
             )  # fmt: skip
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Writes one step; on return the record is on the disk.
+        """Write one step; on return the record is on the disk.
 
         step: greater than every step in the file.
         values: scalars (Python, NumPy or JAX) by name.

@@ -61,7 +61,7 @@ FIELDS = {
     "sources": (_TEXT, "per token: s sampled, d drafted, r reused, f forced (see types.Source)"),
     "policy_logprobs": (
         _NUMBERS,
-        "per token: nats at the temperature, without top-k/top-p; 4 decimals",
+        "per token: nats, with temperature, untruncated; 4 decimals",
     ),
     "reward": (_NUMBER, "6 decimals; null, like a log-prob, where it is not finite"),
     "by_function": (_BY_NAME, "of each function of a sum: its reward, before its weight; else {}"),

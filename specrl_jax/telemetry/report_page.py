@@ -30,7 +30,7 @@ _MOST_OF_THE_TIME = 0.05  # that refreshing may take
 def write_report(
     workdirs: Sequence[str | os.PathLike], file: str | os.PathLike, baseline: str = ""
 ) -> None:
-    """Writes the report of runs, all of it or nothing.
+    """Write the report of runs, all of it or nothing.
 
     baseline: the series that the speed-ups of several refer to, by default the first. Raises
     ValueError in one line where a work directory is none or is damaged, OSError where the file
@@ -93,7 +93,7 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
 
 
 def _fields(series: Sequence[reports.Series]) -> list[tuple[str, list[str]]]:
-    """Every field of the configurations, and its values in each series."""
+    """Return every field of the configurations, and its values in each series."""
     names = dict.fromkeys(name for case in series for run in case.runs for name in run.config)
     return [
         (name, [
@@ -118,7 +118,7 @@ class ReportWriter:
         self._written = -float("inf")
 
     def refresh(self) -> None:
-        """Writes the report, unless that would take more than a twentieth of the time."""
+        """Write the report, unless that would take more than a twentieth of the time."""
         waited = time.monotonic() - self._written
         if self._active and self._seconds <= _MOST_OF_THE_TIME * waited:
             self._write()
@@ -135,6 +135,6 @@ class ReportWriter:
         self._seconds = self._written - start
 
     def close(self) -> None:
-        """Writes the report a last time."""
+        """Write the report a last time."""
         if self._active:
             self._write()

@@ -171,7 +171,7 @@ def values(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
 
 
 def metric(name: str, reduce: Callable[[list[float]], float]) -> Figure:
-    """A metric over records, reduced to one number."""
+    """Return the figure that reduces a metric over records to one number."""
 
     def figure(records: Sequence[Record]) -> float | None:
         numbers = [value for _, value in values(records, name)]
@@ -264,7 +264,7 @@ def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | N
 
 
 def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float | None]:
-    """A figure: the `seconds` of the baseline's run with the same seed over the run's own."""
+    """Return a figure: `seconds` of the baseline's run with the same seed over the run's own."""
 
     def figure(run: RecordedRun) -> float | None:
         other = of_seed(baseline, run)

@@ -107,7 +107,7 @@ def config_sweep(config: str) -> hyper.Sweep:
 
 
 def grid(cases: Sequence[Case], overrides: hyper.Sweep) -> list[Case]:
-    """Every case with every override, named after both."""
+    """Return every case with every override, named after both."""
     return [
         Case(
             ",".join(filter(None, [case.name, *(f"{k}={_name(v)}" for k, v in change.items())])),
@@ -124,7 +124,7 @@ def _name(value: Any) -> str:
 
 
 def _flag_text(value: Any) -> str:
-    """A value as --config.FIELD takes it; e^0.5 is 1.6487."""
+    """Return a value as --config.FIELD takes it; e^0.5 is 1.6487."""
     power = re.fullmatch(r"e\^(-?\d+(\.\d+)?)", str(value))
     return repr(math.exp(float(power[1]))) if power else str(value)
 
@@ -132,7 +132,7 @@ def _flag_text(value: Any) -> str:
 def training_runs(
     cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
 ) -> list[TrainingRun]:
-    """Every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
+    """Return every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
 
     Raises ValueError in one line where a configuration is not valid, a flag has no effect, or two
     runs would share a work directory.
@@ -153,11 +153,9 @@ def training_runs(
 
 
 def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the flags of each case. A shared flag is left out of the cases in which it does
-    nothing: drafts have no rule of acceptance in the case without drafts.
+    """Return the flags of each case, without the shared ones that do nothing there.
 
-    Raises ValueError in one line where a configuration is not valid, a case's own flag has no
-    effect, or a shared one has none in any case.
+    Drafts, for example, have no rule of acceptance in the case without drafts.
     """
     flags_by_case = []
     idle: list[dict[str, str]] = []  # of each case: shared flag → why it does nothing there
@@ -229,11 +227,7 @@ class Training:
         return ""
 
     def _wait(self, output: Path, start: int) -> int:
-        """The exit code at the run's end; until then shows the newest line of its table, or before
-        that of its output, and its first warning.
-
-        start: where this process begins in the file.
-        """
+        """Return the exit code; until then show the newest line of the output from `start` on."""
         _say(f"{self._run.workdir.name}: runs, all that it says is in {output}")
         shown = set()
         while True:
@@ -262,9 +256,9 @@ class Training:
         return DelayedSubmission(Training(self._run))
 
     def _environment(self) -> dict[str, str]:
-        """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
-        wandb cuts no tag itself and takes at most 64 letters. output.txt is UTF-8 everywhere."""
+        """Add wandb's group (the sweep) and tags (case, seed); the user's own go first."""
         workdir = self._run.workdir
+        # wandb takes at most 64 letters of a tag, and cuts none itself.
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
         names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
         return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
@@ -279,8 +273,11 @@ Submit = Callable[[TrainingRun], Callable[[], str]]
 
 
 def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
-    """Return how runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
-    (processes here, at the same time). options: of its `update_parameters`."""
+    """Return how runs start.
+
+    cluster: "" one after another here, else submitit's "slurm" or "local" (processes here, at the
+        same time). options: of its `update_parameters`.
+    """
     if not cluster:
         return Training
     try:
@@ -321,8 +318,10 @@ def _result(job: Any, noted: Path) -> str:
 
 
 def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
-    """Trains every run that is not finished; says on stderr how each goes and how it ended. Returns
-    why runs failed, by work directory."""
+    """Train every run that is not finished, and say on stderr how each goes and how it ended.
+
+    Returns why runs failed, by work directory.
+    """
     waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
     if submit is not Training:
         waits = list(waits)  # they run at the same time
@@ -342,8 +341,7 @@ def write_results(
     folder: Path,
     target: float = 0.0,
 ) -> str:
-    """Writes the table, its plots and the report of all runs that did not fail; returns the table
-    in Markdown."""
+    """Write the table, plots and report of all runs that did not fail; return the Markdown."""
     done = [run for run in runs if run.workdir not in failed]
     if not done:
         return "No run came to its end."

@@ -112,7 +112,7 @@ def _cell(series: Series, column: Column) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, padded so that it reads as text too; the first row is the heading."""
+    """Return a table, padded so that it reads as text too; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(f"{x:<{w}}" if i == 0 else f"{x:>{w}}"
@@ -132,8 +132,10 @@ def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
 
 
 def epoch_table(cases: Sequence[Series]) -> str:
-    """Seconds of a step and its parts by epoch, in Markdown, and how many times as fast as the
-    first case's they are."""
+    """Return seconds of a step's parts by epoch, and how many times as fast as the first case's.
+
+    The table is in Markdown.
+    """
     rows = [["seconds a step", *(case.name for case in cases)]]
     for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
         for part in _PARTS:
@@ -144,7 +146,7 @@ def epoch_table(cases: Sequence[Series]) -> str:
 
 
 def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
-    """Mean and standard deviation over the seeds, by epoch."""
+    """Return mean and standard deviation over the seeds, by epoch."""
     values: dict[int, list[float]] = {}
     for run in case.runs:
         for epoch, x in epoch_seconds(run, part).items():
@@ -231,7 +233,7 @@ def _seeds(cases: Sequence[Series], error: str) -> str:
 
 
 def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
-    """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
+    """Draw a line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
     missing = Mean(math.nan, 0.0, 1)
     panels = {x: [case.mean(x.figure) for case in cases] for x in chosen if x.name in _PLOTTED}
     panels = {x: points for x, points in panels.items() if any(points)}
@@ -262,8 +264,7 @@ def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: P
 
 
 def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
-    """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
-    seeds, with their standard deviation."""
+    """Draw seconds of a step's parts by epoch and held-out reward by step, means over the seeds."""
     figure = _figure(13, 3.6 + 0.1 * len(cases))
     *parts, last = figure.subplots(1, len(_PARTS) + 1)
     width = 0.8 / len(cases)

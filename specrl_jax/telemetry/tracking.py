@@ -38,10 +38,10 @@ class Tracker:
         pass
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """A step's metrics; steps grow, but begin again further back after a resume."""
+        """Take a step's metrics; steps grow, but begin again further back after a resume."""
 
     def close(self) -> str:
-        """Sends sample rollouts and the report; returns what to tell the user, or ""."""
+        """Send sample rollouts and the report; return what to tell the user, or ""."""
         return ""
 
 
@@ -135,7 +135,7 @@ TRACKERS: dict[str, type[Tracker]] = {"none": Tracker, "wandb": Wandb, "tensorbo
 
 
 def check_installed(name: str) -> None:
-    """Raises ValueError in one line where the tracker's library is missing."""
+    """Raise ValueError in one line where the tracker's library is missing."""
     tracker = TRACKERS[name]
     if tracker.module and importlib.util.find_spec(tracker.module) is None:
         raise ValueError(f"log.tracker = {name} needs {tracker.module}: {tracker.install}")
@@ -197,7 +197,7 @@ def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
 
 
 def _as_code(text: str) -> str:
-    """A block of Markdown that shows any text as it is."""
+    """Return a block of Markdown that shows any text as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
