@@ -33,7 +33,7 @@ _OF_CONFIG = ("rules", "heads")
 _BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """Return the command line, but for --config and --config.FIELD=VALUE."""
     parser = cli.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True)

@@ -16,14 +16,13 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 import functools
 from pathlib import Path
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
     parser.add_argument("--tasks", default="held_out", help="divided by commas; see above")
     parser.add_argument("--samples", type=int, default=8, help="responses a prompt (default: 8)")

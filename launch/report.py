@@ -12,14 +12,13 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 import os
 from pathlib import Path
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """Return the command line."""
     parser = cli.Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a work directory")

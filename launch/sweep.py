@@ -32,7 +32,7 @@ from typing import Any
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """Return the command line, but for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--config", default="", help="configuration file[:preset]")

@@ -64,8 +64,7 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
     figures = reports.ALONE
     reckoned = reports.RECKONED
     if len(series) > 1:
-        figures = reports.figures_over(series[0])
-        reckoned = reports.reckoned_over(series[0])
+        figures, reckoned = reports.figures_over(series[0])
     limit = _VIEWER_BYTES // len(runs)
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
     names = dict.fromkeys(run.workdir.resolve().name for run in runs)

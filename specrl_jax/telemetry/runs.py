@@ -27,7 +27,6 @@ _OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
 # Fields of the configuration in which seeds of one setting may differ.
 _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
-_MARGIN = 0.05  # of a reward's axis beside its values, so that what is small looks small
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
 _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
@@ -112,13 +111,6 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def reward_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Return the ends of an axis of rewards; the values, of which one at least, are within both."""
-    values = list(values)
-    margin = max(_MARGIN, _MARGIN * (max(values) - min(values)))
-    return min(values) - margin, max(values) + margin
-
-
 def read_run(workdir: str | os.PathLike) -> RecordedRun:
     """Read a work directory; ValueError in one line where it is not one of a run."""
     workdir = Path(workdir)
@@ -132,10 +124,7 @@ def read_run(workdir: str | os.PathLike) -> RecordedRun:
 
 
 def series(runs: Sequence[RecordedRun]) -> list[Series]:
-    """Return runs by setting, in their order.
-
-    A series is named after its case in a sweep, else after the fields that tell it apart.
-    """
+    """Return runs by setting, named after their case in a sweep or the fields that differ."""
     settings = [
         {k: v for k, v in run.config.items() if k.split(".")[0] not in _NOT_A_SETTING}
         for run in runs
@@ -203,20 +192,14 @@ def reused_fraction(records: Sequence[Record]) -> float | None:
 
 
 def epoch_seconds(run: RecordedRun, part: str) -> dict[int, float]:
-    """Return median seconds of a step's part ("rollout") by epoch, of steps that did not compile.
-
-    Epochs in which all steps compiled are left out.
-    """
+    """Return a part's ("rollout") median seconds by epoch, if it has steps that did not compile."""
     figure = median_seconds(f"time/{part}")
     medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
     return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
 def seconds(run: RecordedRun, part: str) -> float | None:
-    """Return seconds of a step's part over all steps, without compilation.
-
-    None where an epoch has no step that did not compile.
-    """
+    """Return a part's seconds of all steps; None where all steps of an epoch compiled."""
     medians = epoch_seconds(run, part)
     if not medians or len(medians) < len(run.epochs):
         return None
@@ -230,10 +213,7 @@ def of_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
 
 
 def reward_moved(run: RecordedRun) -> bool:
-    """Return False where several steps had nothing to learn from.
-
-    All of their groups had equal rewards, or, with a critic, all steps had the same mean reward.
-    """
+    """Return False where several steps had equal rewards in each group; with a critic, in all."""
     if len(run.steps) < 2:
         return True
     without_signal = [x for _, x in values(run.steps, "reward/no_signal")]
@@ -243,8 +223,7 @@ def reward_moved(run: RecordedRun) -> bool:
 
 
 def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | None:
-    """Median seconds of a step's part ("rollout") in the first epoch over those in all later
-    epochs, or over those in the last.
+    """Return a part's median seconds in the first epoch over those in later ones, or the last.
 
     Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
     no draft was ever used, an epoch on either side has no step left, or the reward never moved:
@@ -310,22 +289,18 @@ RECKONED = (
 )
 
 
-def figures_over(baseline: Series) -> tuple[Headline, ...]:
-    """Return the headline figures of series beside a baseline, which their speed-ups refer to."""
+def figures_over(baseline: Series) -> tuple[tuple[Headline, ...], str]:
+    """Return the headline figures of series beside a baseline, and how they are computed."""
     name = baseline.name
-    return (
+    figures = (
         *FIGURES,
         (f"rollout speed-up over {name}", speed_up_over(baseline, "rollout"), "{:.2f}×"),
         (f"whole-step speed-up over {name}", speed_up_over(baseline, "step"), "{:.2f}×"),
     )
-
-
-def reckoned_over(baseline: Series) -> str:
-    """Explain how `figures_over` are computed."""
-    return (
-        f"Speed-up: the seconds of {baseline.name} over those of the other, seed by seed. Seconds "
-        "are those of all steps: for each epoch the median of the steps that did not compile, "
-        f"times its steps; a dash where all of an epoch compiled. {_COMMON}"
+    return figures, (
+        f"Speed-up: the seconds of {name} over those of the other, seed by seed. Seconds are those "
+        "of all steps: for each epoch the median of the steps that did not compile, times its "
+        f"steps; a dash where all of an epoch compiled. {_COMMON}"
     )
 
 
@@ -343,7 +318,6 @@ def headline(series: Series, figures: Sequence[Headline] = ALONE) -> list[tuple[
 
 
 # Text ---------------------------------------------------------------------------------------
-
 
 # Heading, how an epoch's steps become one number, format.
 _EPOCH_COLUMNS: tuple[tuple[str, Figure, str], ...] = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.telemetry.report_charts import reward_limits
 from specrl_jax.telemetry.runs import (
     FIGURES,
     Mean,
@@ -20,7 +21,6 @@ from specrl_jax.telemetry.runs import (
     deviation,
     epoch_seconds,
     of_seed,
-    reward_limits,
     seconds,
     speed_up_over,
 )

@@ -8,14 +8,8 @@ from matplotlib.figure import Figure
 from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.runs import (
-    Series,
-    epoch_seconds,
-    read_run,
-    reward_limits,
-    seconds,
-    series,
-)
+from specrl_jax.telemetry.report_charts import reward_limits
+from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
