@@ -162,14 +162,6 @@ def test_every_condition_is_in_the_table():
     assert {field for field, row in FIELDS.items() if row.when} == {field for field, *_ in IDLE}
 
 
-@pytest.mark.parametrize(("name", "config"), cli.presets().items())
-def test_presets_and_defaults_may_do_nothing(name, config):
-    validate(config)
-    idle = [field for field in FIELDS if without_effect(config, field)]
-    assert idle  # sections that are off keep their defaults
-    assert set(idle).isdisjoint({"rollout.draft", "model.source", "updates.learning_rate"})
-
-
 def test_what_holds_without_an_effect_is_a_value_of_the_field():
     for field, row in FIELDS.items():
         for value in (row.idle, row.task, row.files):
