@@ -58,7 +58,7 @@ def main() -> None:
     try:
         for task in tasks:
             try:
-                rows += eval_tasks.measure(policy, task, samples, temperature)
+                rows += eval_tasks.measure_task(policy, task, samples, temperature)
             except (ValueError, OSError) as error:
                 misfits.append(f"{task.name}: {error}")
     finally:  # also where Ctrl-C ends it

@@ -236,7 +236,9 @@ def run_in_turn(
     return dict(zip(cases, map(list, zip(*rounds))))
 
 
-def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -> dict[str, Any]:
+def case_figures(
+    runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]
+) -> dict[str, Any]:
     """Return a case's figures for a report. Counts are of the last run, shares of all tokens.
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.
@@ -287,7 +289,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
-    rows = [{"drafts": case} | figures(of_case, **against) for case, of_case in runs.items()]
+    rows = [{"drafts": case} | case_figures(timed, **against) for case, timed in runs.items()]
     title = f"rollout {name}: {size.describe()}, lengths {np.median(lens):.0f} in the median, "
     title += f"{lens.mean():.0f} in the mean, {lens.max()} at most; median (min-max) of "
     return Report(f"{title}{size.repeats}; over naive, over plain: times as fast", rows)

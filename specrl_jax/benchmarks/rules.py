@@ -118,22 +118,22 @@ def _cases(run: Run) -> Iterator[_Case]:
     """No drafts; every rule, a lenient one with the config's lenience too; kept noise."""
     spec = run.rollout_spec
 
-    def of_rule(rule: AcceptanceRule) -> RolloutSpec:
+    def with_rule(rule: AcceptanceRule) -> RolloutSpec:
         stored = spec.stored_logprobs if rule.needs_distribution else 0
         return dataclasses.replace(spec, accept=rule, stored_logprobs=stored)
 
-    yield _Case("no drafts", of_rule(MATCH), drafted=False)
+    yield _Case("no drafts", with_rule(MATCH), drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
         lenient = rule.lenient_share is not None
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
-            yield _Case(label, of_rule(rule), lenience=lenience)
+            yield _Case(label, with_rule(rule), lenience=lenience)
         if rule.samples_anew:
-            yield _Case(f"{name}, kept noise", of_rule(rule), keeps_noise=True)
+            yield _Case(f"{name}, kept noise", with_rule(rule), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
     width = settings.max_width
-    tree = dataclasses.replace(of_rule(MATCH), draft_source=source, max_width=width)
+    tree = dataclasses.replace(with_rule(MATCH), draft_source=source, max_width=width)
     yield _Case("tree", tree)
     yield _Case("tree, kept noise", tree, keeps_noise=True)

@@ -59,10 +59,6 @@ def _rule(config: ConfigDict) -> Any:
     return meaning(config, "rollout.accept")
 
 
-def _rule_in_force(config: ConfigDict) -> Any:
-    return table("rollout.engine.spec:acceptance_rule")(config)
-
-
 def _recomputes(config: ConfigDict) -> bool:
     return config.updates.old_logprobs == "recompute"
 
@@ -121,7 +117,9 @@ LENIENT = When("rollout.accept", lambda c: _rule(c).lenient_share is not None)
 VERIFIED = When("rollout.accept", lambda c: not _rule(c).samples_anew)
 INEXACT = When("rollout.accept", lambda c: not _rule(c).exact)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
-KEPT_NOISE = When("rollout.accept", lambda c: _rule_in_force(c).samples_anew)
+KEPT_NOISE = When(
+    "rollout.accept", lambda c: table("rollout.engine.spec:acceptance_rule")(c).samples_anew
+)
 SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")
 BY_GROUP = When(
     "critic.kind",

@@ -82,7 +82,7 @@ def load_task(
     return Task(name, config, examples)
 
 
-def measure(
+def measure_task(
     policy: SavedPolicy, task: Task, samples: int, temperature: float
 ) -> list[dict[str, Any]]:
     """Return a row for each figure of a task: greedy, then of `samples` responses, if any."""

@@ -175,17 +175,12 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
         record |= {name: float(text) for name, text in nonfinite.items()}
     for name, value in record.items():
         is_count = name in ("step", "epoch")
-        whole = isinstance(value, int) and value >= 0
-        if not _is_number(value) or (is_count and not whole):
+        # A float, or an integer that a float can hold.
+        is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
+        if not is_number or (is_count and not (type(value) is int and value >= 0)):
             rule = "a whole number >= 0" if is_count else "a number"
             raise ValueError(f"{where} must have {rule} as {name!r}, got {value!r:.40}")
     return record
-
-
-def _is_number(value: Any) -> bool:
-    """Return True if a JSON value is a float, or an integer that a float can hold."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, float) or (whole and abs(value) < 2**63)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -233,8 +228,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         read_metrics(workdir)  # a damaged file is refused before it is opened
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self.restore(math.inf)
-        of_functions = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
-        self._names = [*METRICS, *of_functions]  # in the order of a record
+        by_function = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
+        self._names = [*METRICS, *by_function]  # in the order of a record
         self._console = Console(total_steps)
         self._tracker = SafeTracker(tracker, workdir, config)
 

@@ -64,6 +64,7 @@ def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) ->
 
 def _row(line: Response, advantage: float | None) -> dict[str, Any]:
     """Return a response; single letters name what there is one of for every token."""
+    ends = line["token_ends"]
     return {
         "sample": line["sample"],
         "reward": line["reward"],
@@ -72,18 +73,12 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
         "failed": line["failed"],
         "ended": line["ended"],
         "prefix": line["prefix_len"],
-        "t": _pieces(line),
+        # "" of an end of sequence, and of all but a character's last token.
+        "t": [line["text"][start:end] for start, end in zip([0, *ends], ends)],
         "s": line["sources"],
         "l": [None if x is None else round(x, 3) for x in line["policy_logprobs"]],
         "a": [line["step"] - step for step in line["origin_steps"]],
     }
-
-
-def _pieces(line: Response) -> list[str]:
-    """Return every token's text; "" of an end, and of all but a character's last token."""
-    text = line["text"]
-    ends = line["token_ends"]
-    return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def _advantages(
@@ -92,9 +87,9 @@ def _advantages(
     """Return advantages by `group_relative`; None where the run computed others, or has none."""
     rewards = [line["reward"] for line in column]
     size = config.get("rollout.group_size")
-    of_group = config.get("algorithm.advantage") in ("auto", "group")
+    by_group = config.get("algorithm.advantage") in ("auto", "group")
     others = has_critic(config.get("critic.kind", "none")) or config.get("reward.overlong_tokens")
-    if kind != "step" or not of_group or others or len(column) != size or None in rewards:
+    if kind != "step" or not by_group or others or len(column) != size or None in rewards:
         return [None] * len(column)
     normalize_std = bool(config.get("algorithm.normalize_std"))
     leave_one_out = bool(config.get("algorithm.leave_one_out"))

@@ -206,7 +206,7 @@ def seconds(run: RecordedRun, part: str) -> float | None:
     return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
 
 
-def of_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
+def same_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
     """Return the run of a series that has this run's seed."""
     seed = run.config.get("seed")
     return next((other for other in series.runs if other.config.get("seed") == seed), None)
@@ -246,7 +246,7 @@ def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float 
     """Return a figure: `seconds` of the baseline's run with the same seed over the run's own."""
 
     def figure(run: RecordedRun) -> float | None:
-        other = of_seed(baseline, run)
+        other = same_seed(baseline, run)
         ours = seconds(run, part)
         theirs = seconds(other, part) if other else None
         return theirs / ours if ours and theirs else None

@@ -140,8 +140,8 @@ def training_runs(
     runs: dict[Path, TrainingRun] = {}
     flags_by_case = _flags(cases, rest)
     for seed in seeds:
-        for case, of_case in zip(cases, flags_by_case, strict=True):
-            flags = (*of_case, f"--config.seed={seed}")
+        for case, case_flags in zip(cases, flags_by_case, strict=True):
+            flags = (*case_flags, f"--config.seed={seed}")
             config = cli.read_config(flags)
             workdir = folder / re.sub(r"[ /]", "_", f"{case.name or 'base'},seed={seed}")
             if workdir in runs:

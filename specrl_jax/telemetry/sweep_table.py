@@ -20,7 +20,7 @@ from specrl_jax.telemetry.runs import (
     Series,
     deviation,
     epoch_seconds,
-    of_seed,
+    same_seed,
     seconds,
     speed_up_over,
 )
@@ -161,7 +161,7 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
         ends = []
         tokens = 0
         for run in case.runs:
-            other = of_seed(baseline, run)
+            other = same_seed(baseline, run)
             if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
                 step, compared = first_difference(other.workdir, run.workdir)
                 ends.append("the end" if step is None else f"step {step}")

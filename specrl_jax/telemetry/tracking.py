@@ -226,7 +226,9 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
     # Work directories of the same name get different names; those of one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
     variables = {"name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS"}
-    names["tags"] = _tags(config)
+    fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
+    tags = [str(config.get(section, {}).get(field, "")) for section, field in fields]
+    names["tags"] = [tag[:_MAX_NAME] for tag in tags if tag]
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
         id=run_id,
@@ -238,10 +240,3 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
         settings=wandb.Settings(console="off", silent=True, init_timeout=30),
         **{key: x for key, x in names.items() if x and not os.environ.get(variables[key])},
     )
-
-
-def _tags(config: Mapping[str, Any]) -> list[str]:
-    """Return the task and the kind of draft, to search for runs."""
-    fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
-    tags = (str(config.get(section, {}).get(field, "")) for section, field in fields)
-    return [tag[:_MAX_NAME] for tag in tags if tag]
