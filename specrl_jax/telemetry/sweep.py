@@ -22,9 +22,7 @@ from typing import Any
 
 from specrl_jax.config import cli, hyper, validate
 from specrl_jax.config.fields import without_effect
-from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
-from specrl_jax.telemetry.report_page import write_report
+from specrl_jax.telemetry import report_page, sweep_table
 from specrl_jax.telemetry.runs import RecordedRun, Series, read_run
 
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -350,5 +348,6 @@ def write_results(
         cases.setdefault(run.case, []).append(read_run(run.workdir))
     series = [Series(name, members) for name, members in cases.items()]
     text = sweep_table.write(series, baseline, folder, target)
-    write_report([run.workdir for run in done], folder / REPORT, baseline)
-    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"
+    report = report_page.FILE_NAME
+    report_page.write_report([run.workdir for run in done], folder / report, baseline)
+    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {report}"
