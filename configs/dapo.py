@@ -23,7 +23,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration of a preset; raises ValueError on an unknown name."""
+    """Return the configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
     config.algorithm.clip_high = 0.28
     config.algorithm.dual_clip = 10.0

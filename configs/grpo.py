@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration of a preset; raises ValueError on an unknown name."""
+    """Return the configuration of a preset; raises ValueError on an unknown name."""
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     config = base()

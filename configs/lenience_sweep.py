@@ -15,7 +15,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration of a preset; raises ValueError on an unknown name."""
+    """Return the configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
     config.rollout.accept = "ratio"
     config.rollout.refresh_unsolved = 0.0  # every case keeps what its rule keeps
@@ -23,7 +23,7 @@ def get_config(preset: str = "tiny") -> ConfigDict:
 
 
 def get_hyper(hyper):
-    """The cases, see specrl_jax/config/hyper.py."""
+    """Return the cases, see specrl_jax/config/hyper.py."""
     return hyper.chainit(
         [
             hyper.fixed("rollout.draft", "none"),

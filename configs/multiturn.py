@@ -24,7 +24,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration of a preset, tiny or micro; raises ValueError on another name."""
+    """Return the configuration of a preset, tiny or micro; raises ValueError on another name."""
     if preset not in ("tiny", "micro"):
         raise ValueError(f"preset must be tiny or micro, got {preset!r}")
     config = _GRPO["get_config"](preset)

@@ -25,7 +25,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "smollm2") -> ConfigDict:
-    """The configuration of a preset; raises ValueError on an unknown name."""
+    """Return the configuration of a preset; raises ValueError on an unknown name."""
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     config = _GRPO["get_config"]("gsm8k")

@@ -22,7 +22,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration of a preset; raises ValueError on an unknown name."""
+    """Return the configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
     config.critic.kind = "network"  # a second decoder, with the policy's weights at first
     config.critic.learning_rate = 1e-5 if config.model.source else 1e-3  # paper 1e-5

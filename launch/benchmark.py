@@ -18,9 +18,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 
 import argparse
 import functools
-import json
 import runpy
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -35,13 +33,12 @@ _OF_CONFIG = ("rules", "heads")
 _BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line, but for --config and --config.FIELD=VALUE."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+def parser() -> cli.Parser:
+    """Return the command line, but for --config and --config.FIELD=VALUE."""
+    parser = cli.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name in _BENCHMARKS:
-        command = commands.add_parser(name, allow_abbrev=False)
+        command = commands.add_parser(name)
         command.add_argument("--json", type=Path, help="write the figures to this file")
         if name in _OF_SIZE:
             command.add_argument("--size", help="see above")
@@ -61,38 +58,37 @@ def measure(args: argparse.Namespace) -> None:
     """Run the benchmark and report its figures; exit with 1 where a part of it failed."""
     log = functools.partial(print, file=sys.stderr, flush=True)
     module = import_module(f"specrl_jax.benchmarks.{args.benchmark}")  # takes seconds
-    report = getattr(module, f"measure_{args.benchmark}")(*_inputs(args, log))
-    print(report.to_text())
-    if args.json:
-        figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
-        args.json.write_text(figures + "\n", encoding="utf-8")
-    if report.failed:
-        sys.exit(1)
-
-
-def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
+    run = getattr(module, f"measure_{args.benchmark}")
     from specrl_jax.process import runtime
 
     if args.benchmark in _OF_CONFIG:
-        runtime.start(flags.FLAGS.config)
-        return flags.FLAGS.config, log, args.repeats, args.drift
-    import jax
+        config = flags.FLAGS.config
+        runtime.start(config)
+        report = run(config, log, args.repeats, args.drift)
+    else:
+        import jax
 
-    from specrl_jax.sharding import make_mesh
+        from specrl_jax.sharding import make_mesh
 
-    runtime.use_compilation_cache()
-    jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
-    numbers = {name: getattr(args, name) for name in _NUMBERS}
-    if args.benchmark == "device":
-        return runpy.run_path(str(_CONFIG))["get_config"]("tiny"), args.size, numbers, log
-    return args.size or "tiny", numbers, log
+        runtime.use_compilation_cache()
+        jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
+        numbers = {name: getattr(args, name) for name in _NUMBERS}
+        if args.benchmark == "device":
+            config = runpy.run_path(str(_CONFIG))["get_config"]("tiny")
+            report = run(config, args.size, numbers, log)
+        else:
+            report = run(args.size or "tiny", numbers, log)
+    print(report.to_text())
+    if args.json:
+        report.write_json(args.json)
+    if report.failed:
+        sys.exit(1)
 
 
 def main(argv: list[str]) -> None:
     with cli.user_errors():
         args, rest = parser().parse_known_args(argv)
-        if args.json and not args.json.absolute().parent.is_dir():
-            raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
+        cli.check_folder("--json", args.json)
         if args.benchmark not in _OF_CONFIG:
             cli.refuse(rest, vars(args).keys() - {"benchmark"})
             return measure(args)

@@ -33,8 +33,8 @@ def main() -> None:
 
     topology = _TOPOLOGY.value
     config = flags.FLAGS.config
-    if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
-        raise ValueError(f"--json: no directory {Path(_JSON.value).absolute().parent}; make it")
+    file = Path(_JSON.value) if _JSON.value else None
+    cli.check_folder("--json", file)
     chip = chips.CHIPS[chips.parse(topology)[0]]
     chips.set_environment(topology)
 
@@ -60,16 +60,13 @@ def main() -> None:
     print(report.to_text(rows))
     total = sum(row["seconds_to_compile"] for row in rows)
     print(f"{len(rows)} programs, {total:.1f} s; GB of a device that has {chip.memory / 1e9:.2f}")
-    if _JSON.value:
+    if file:
         figures = {"topology": topology, "mesh": mesh, "kept": kept, "programs": rows}
-        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _chosen(listed: list) -> list:
-    """Return the programs whose names begin as --programs says; all where it says nothing.
-
-    Raises ValueError in one line.
-    """
+    """Return the programs whose names begin as --programs says; all where it says nothing."""
     prefixes = _PROGRAMS.value or [""]
     for prefix in prefixes:
         if not any(program.name.startswith(prefix) for program in listed):

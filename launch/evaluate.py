@@ -16,15 +16,13 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 import functools
-import json
 from pathlib import Path
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
     parser.add_argument("--tasks", default="held_out", help="divided by commas; see above")
     parser.add_argument("--samples", type=int, default=8, help="responses a prompt (default: 8)")
@@ -39,8 +37,7 @@ def main() -> None:
     cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
     if args.samples < 0 or args.limit < 0:
         raise ValueError(f"--samples and --limit must be >= 0, got {args.samples}, {args.limit}")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
+    cli.check_folder("--json", args.json)
     from specrl_jax.benchmarks.rollout import Report
     from specrl_jax.evaluation import eval_tasks, saved_policy
 
@@ -61,7 +58,7 @@ def main() -> None:
     try:
         for task in tasks:
             try:
-                rows += eval_tasks.measure(policy, task, samples, temperature)
+                rows += eval_tasks.measure_task(policy, task, samples, temperature)
             except (ValueError, OSError) as error:
                 misfits.append(f"{task.name}: {error}")
     finally:  # also where Ctrl-C ends it
@@ -70,8 +67,7 @@ def main() -> None:
         if rows:
             print(report.to_text(), flush=True)
         if args.json and rows:
-            figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
-            args.json.write_text(figures + "\n", encoding="utf-8")
+            report.write_json(args.json)
     if misfits:
         raise ValueError(f"no figures of {'; '.join(misfits)}")
 

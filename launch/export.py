@@ -16,15 +16,13 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 from pathlib import Path
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+def parser() -> cli.Parser:
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="work directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--step", default="last", help="best, last (default) or N")

@@ -14,13 +14,12 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 import functools
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
     parser.add_argument("prompt", nargs="?", help="left out: lines of standard input")
     parser.add_argument("--temperature", type=float, help="0: greedy")

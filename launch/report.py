@@ -12,17 +12,15 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
-import argparse
 import os
 from pathlib import Path
 
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+def parser() -> cli.Parser:
+    """Return the command line."""
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a work directory")
     parser.add_argument("--out", type=Path, help="the file to write")
     return parser
@@ -35,8 +33,7 @@ def main() -> None:
 
     folder = Path(os.path.commonpath([run.absolute() for run in args.runs]))
     file = args.out or folder / FILE_NAME
-    if args.out and not file.absolute().parent.is_dir():
-        raise ValueError(f"--out: no directory {file.absolute().parent}; make it first")
+    cli.check_folder("--out", args.out)
     write_report(args.runs, file)
     print(file)
 

@@ -32,10 +32,9 @@ from typing import Any
 from specrl_jax.config import cli
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line, but for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+def parser() -> cli.Parser:
+    """Return the command line, but for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--config", default="", help="configuration file[:preset]")
     add = parser.add_argument
     add("--sweep", action="append", default=[], help="FIELD=VALUE,VALUE,...; e^0.5, inf too")

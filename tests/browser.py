@@ -1,6 +1,5 @@
 """Headless Chromium, driven over its DevTools protocol through two pipes; no library is needed."""
 
-import base64
 import itertools
 import json
 import os
@@ -125,7 +124,3 @@ class Page:
         for kind in ["mouseMoved", *["mousePressed", "mouseReleased"] * click]:
             clicks = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **clicks)
-
-    def screenshot(self, file: pathlib.Path, whole: bool = True) -> None:
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(shot["data"]))

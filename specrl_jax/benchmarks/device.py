@@ -47,7 +47,6 @@ from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.
@@ -81,7 +80,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     names = [name] if name else ["tiny"] if on_cpu else list(SIZES)
     given = {key: value for key, value in changes.items() if value is not None}
     sizes = {n: choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
-    sizes = {n: _chosen_attention(size) for n, size in sizes.items()}
+    sizes = {n: _with_kernels(size) for n, size in sizes.items()}
     rows = []
     failed = False
     for part_name, part in _parts(config, sizes).items():
@@ -100,8 +99,8 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     return Report(f"{title}; {time.perf_counter() - start:.0f} s", rows, failed)
 
 
-def _chosen_attention(size: Size) -> Size:
-    """The size with the kernels that a run of its shapes would take."""
+def _with_kernels(size: Size) -> Size:
+    """Return the size with the kernels that a run of its shapes would take."""
     slots = round_slots(size.prompt_len + size.response_len)
     with contextlib.redirect_stdout(sys.stderr):
         kernels = attention.choose_kernels("auto", size.model, slots)
@@ -124,7 +123,7 @@ def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
 def _figure(
     name: str, value: float | None, of: str, note: str, goal: float | None = None
 ) -> dict[str, Any]:
-    """A line of the table. goal: the least value that is wished for."""
+    """Return a line of the table. goal: the least value that is wished for."""
     row = {"figure": name, "value": value, "of": of}
     if goal is not None:
         row |= {"goal": f">= {goal:g}", "met": "yes" if value >= goal else "no"}
@@ -132,7 +131,7 @@ def _figure(
 
 
 def _repeat(call: Callable[[], float]) -> float:
-    """The median of 2 to 20 calls, as many as `REPEAT_SECONDS` allow."""
+    """Return the median of 2 to 20 calls, as many as `REPEAT_SECONDS` allow."""
     start = time.perf_counter()
     values = []
     while len(values) < 2 or (len(values) < 20 and time.perf_counter() - start < REPEAT_SECONDS):
@@ -144,8 +143,7 @@ def _repeat(call: Callable[[], float]) -> float:
 
 
 def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
-    """Steps without drafts and with those that hold; then the peak of memory against what the
-    compiler says."""
+    """Time steps without drafts and with drafts that hold; compare memory with the compiler's."""
     config = _step_config(config, size)
     seconds = {}
     for draft in ("none", "previous"):
@@ -157,11 +155,14 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
         run = dataclasses.replace(run, rollout_spec=spec)
         state = init_state(run, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
         del params
-        held = shapes.device_bytes(state.arrays())
+        kept = shapes.device_bytes(state.arrays())
         listed = programs.run_programs(shapes.of_run(run))
         compiled = programs.compile_all(listed)
-        needed = max(programs.needed_bytes(x, compiled[x.name], held) for x in listed)
-        step = functools.partial(_step_seconds, run, state)
+        needed = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)
+
+        def step(run=run, state=state) -> float:
+            return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
+
         with run.scorer.pool:
             for _ in range(2):  # the first has no drafts
                 step()
@@ -176,13 +177,8 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
     yield _figure(f"memory, {name}", peak and peak / needed, "of the compiler's", note)
 
 
-def _step_seconds(run: Run, state: RunState) -> float:
-    return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
-
-
 def _step_config(config, size: Size):
-    """The size's layers and rows in `config`, whose tokenizer and task stay: every step an epoch,
-    one bucket, and an update of all rows."""
+    """Return `config` with the size's layers and rows; a step is an epoch and an update."""
     config = config.copy_and_resolve_references()
     sizes = ("family", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads")
     prompts = size.rows // config.rollout.group_size
@@ -237,8 +233,8 @@ def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
     a row. Of an untied embedding it reads nearly nothing."""
     lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     weights = param_count(model) - lookup_only
-    held = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim
-    return (weights + held) * jnp.dtype(model.dtype).itemsize
+    cache = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim
+    return (weights + cache) * jnp.dtype(model.dtype).itemsize
 
 
 def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = -1) -> int:
@@ -254,8 +250,7 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 
 
 def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> RolloutCase:
-    """A rollout whose rows all end at one length, by default the longest, in one bucket, and whose
-    decode steps have one width."""
+    """Return a rollout of one bucket and one width, whose rows all end at one length."""
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
@@ -328,13 +323,8 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def step_seconds(size: Size, weights: Params) -> dict[int, float]:
-    """Seconds of a step of width 1, 2, 4, ... up to `size.max_width`; the wider ones draft by
-    suffixes.
-
-    weights: of `random_weights`.
-    """
+    """Time a step of width 1, 2, 4, ... up to `size.max_width`; the wider ones have tree drafts."""
     spec = make_spec(size, one_bucket=True, width=size.max_width)
-    program = spec.program
     prompts = random_prompts(size, size.rows)
     stored = np.zeros((size.rows, size.response_len), np.int32)
     lens = np.full(size.rows, size.response_len, np.int32)
@@ -344,11 +334,11 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     visits = np.zeros((len(prompts.lens), GROUP), int)
 
     def rows_half_way() -> Rows:
-        rows = start_all_rows(program, prompts, noise, visits)
+        rows = start_all_rows(spec, prompts, noise, visits)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = rows_half_way()
-    drafts = program.draft_source.init(prompts, history, GROUP)
+    drafts = spec.draft_source.init(prompts, history, GROUP)
     stop = StopCondition.of(
         size.rows, size.rows, max_steps=_TIMED_STEPS, max_unfinished=-1, max_left=-1
     )
@@ -356,7 +346,7 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
 
     def trace(width: int) -> Any:
         state = drafts if width > 1 else None
-        return decode_steps.trace(program, weights, cache, rows, state, stop, width=width)
+        return decode_steps.trace(spec, weights, cache, rows, state, stop, width=width)
 
     programs.compile_all(
         [programs.Program(str(width), functools.partial(trace, width)) for width in widths]
@@ -368,7 +358,7 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
             rows = rows_half_way()
             start = time.perf_counter()
             state = drafts if width > 1 else None
-            result = decode_steps(program, weights, cache, rows, state, stop, width=width)
+            result = decode_steps(spec, weights, cache, rows, state, stop, width=width)
             cache, rows, state, *_ = jax.block_until_ready(result)
             times.append(time.perf_counter() - start)
             drafts = drafts if state is None else state

@@ -20,14 +20,7 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
-from specrl_jax.benchmarks.rollout import (
-    Log,
-    Report,
-    RolloutCase,
-    run_case,
-    seconds_of,
-    spread,
-)
+from specrl_jax.benchmarks.rollout import Log, Report, RolloutCase, run_case, seconds_of, spread
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.drafts.learned import HeadDrafts
@@ -55,10 +48,9 @@ class _Widest(Speculation):
 
 
 def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
-    """Tokens a pass of the policy, acceptance by place in the draft, row steps; and the seconds of
-    `repeats` rollouts and updates.
+    """Measure tokens a pass, acceptance by position in the draft, row steps, and seconds.
 
-    drift: GRPO steps that are made. Raises ValueError in one line.
+    repeats: of timed rollouts and updates. drift: GRPO steps that are made.
     """
     if has_critic(config.critic.kind):
         rule = "none: an update is timed without a critic's values"
@@ -99,20 +91,15 @@ def _accepted(
         differ = np.any(timed[0].rollout.tokens != plain.rollout.tokens, axis=1)
         row["rows_that_differ"] = int(np.sum(differ))
         row["seconds"] = spread(x.seconds for x in timed)
-        row["times_as_long"] = spread(
-            x.seconds / times[0].seconds for x, times in zip(timed, rounds)
-        )
+        against = [x.seconds / times[0].seconds for x, times in zip(timed, rounds)]
+        row["times_as_long"] = spread(against)
         if heads[label]:
-            row |= _acceptance(case.keywords["speculation"].matched)
+            matched = case.keywords["speculation"].matched
+            at_least = np.cumsum(matched[::-1])[::-1]  # row steps that accept >= 0, 1, ... tokens
+            row["tokens_a_pass"] = float(np.sum(at_least) / at_least[0])
+            for k in range(1, len(at_least)):  # the share of those that accept all before it
+                row[f"draft_{k}"] = float(at_least[k] / max(at_least[k - 1], 1))
         yield row
-
-
-def _acceptance(matched: np.ndarray) -> dict[str, float]:
-    """Tokens a pass, and the share of guesses accepted at each place once all before them are."""
-    at_least = np.cumsum(matched[::-1])[::-1]  # row steps that accept at least 0, 1, ... tokens
-    places = range(1, len(at_least))
-    shares = {f"draft_{k}": float(at_least[k] / max(at_least[k - 1], 1)) for k in places}
-    return {"tokens_a_pass": float(np.sum(at_least) / at_least[0]), **shares}
 
 
 def _spec(run: Run, head: HeadDrafts | None, width: int) -> RolloutSpec:

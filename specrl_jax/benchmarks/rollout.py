@@ -9,10 +9,12 @@ clocks of the other benchmarks are here as well.
 
 import dataclasses
 import functools
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +97,7 @@ SIZES = {
 
 
 def choose(name: str, **changes: Any) -> Size:
-    """The size of this name with the fields that are not None changed; the device's compute type.
+    """Return the size of this name in the device's type, with the changes that are not None.
 
     Raises ValueError in one line.
     """
@@ -124,7 +126,7 @@ def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
 
 
 def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
-    """The rollout's copy of `random_params`."""
+    """Return the rollout's copy of `random_params`."""
     return rollout_weights(model, random_params(model, uniform=uniform))
 
 
@@ -150,8 +152,13 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {"title": self.title, "machine": machine(), "cases": self.rows}
 
+    def write_json(self, file: Path) -> None:
+        """Write the figures."""
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+        file.write_text(text + "\n", encoding="utf-8")
+
     def to_text(self) -> str:
-        """The table: a line a case."""
+        """Return the table: a line a case."""
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         lines = [[name.replace("_", " ") for name in names]]
         lines += [[_text(row.get(name)) for name in names] for row in self.rows]
@@ -229,7 +236,9 @@ def run_in_turn(
     return dict(zip(cases, map(list, zip(*rounds))))
 
 
-def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -> dict[str, Any]:
+def case_figures(
+    runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]
+) -> dict[str, Any]:
     """Return a case's figures for a report. Counts are of the last run, shares of all tokens.
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.
@@ -280,7 +289,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
-    rows = [{"drafts": case} | figures(of_case, **against) for case, of_case in runs.items()]
+    rows = [{"drafts": case} | case_figures(timed, **against) for case, timed in runs.items()]
     title = f"rollout {name}: {size.describe()}, lengths {np.median(lens):.0f} in the median, "
     title += f"{lens.mean():.0f} in the mean, {lens.max()} at most; median (min-max) of "
     return Report(f"{title}{size.repeats}; over naive, over plain: times as fast", rows)
@@ -334,8 +343,10 @@ def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generato
 def make_drafts(
     rollout: Rollout, rate: float, vocab: int, rng: np.random.Generator
 ) -> tuple[Drafts, DraftHistory]:
-    """Every response with a share `rate` of its tokens replaced, as its row's previous response;
-    and another such copy for tree drafts."""
+    """Return two copies of a rollout with a share `rate` of its tokens replaced.
+
+    One is for previous drafts, the other for tree drafts.
+    """
     tokens = corrupt(rollout.tokens, rate, vocab, rng)
     copies = corrupt(rollout.tokens, rate, vocab, rng)
     logprobs = put(rollout.sampling_logprobs, "batch", None)

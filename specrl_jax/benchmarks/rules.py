@@ -13,14 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specrl_jax import train
-from specrl_jax.benchmarks.rollout import (
-    Log,
-    Report,
-    TimedRollout,
-    as_history,
-    run_case,
-    spread,
-)
+from specrl_jax.benchmarks.rollout import Log, Report, TimedRollout, as_history, run_case, spread
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -58,7 +51,9 @@ class _Case:
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
-    """Seconds, draft tokens kept and row steps by rule, for drafts on the noise of `repeats` steps.
+    """Measure seconds, draft tokens kept and row steps by rule.
+
+    repeats: steps, each with drafts on its own noise.
 
     drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
     epoch, at most 16. Raises ValueError in one line.
@@ -76,10 +71,8 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
 
     def respond(case: _Case, step: int, drafts: DraftInputs) -> TimedRollout:
         noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
-        rollout = functools.partial(
-            generate, case.spec, weights, prompts, noise=noise, drafts=drafts
-        )
-        return run_case(rollout)
+        options = {"noise": noise, "drafts": drafts}
+        return run_case(functools.partial(generate, case.spec, weights, prompts, **options))
 
     cases = list(_cases(run))
     for case in cases:
@@ -108,8 +101,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
 def _write_and_train(
     run: Run, params: Params, prompts: Prompts, steps: Sequence[int], drift: int
 ) -> tuple[list[Rollout], Params]:
-    """The policy's responses on the noise of each step, and its rollout weights `drift` GRPO steps
-    later."""
+    """Return responses on the noise of each step, and rollout weights `drift` GRPO steps later."""
     state = init_state(run, params)
     older = rollout_weights(run.model, state.policy(run.model))
     written = [
@@ -126,22 +118,22 @@ def _cases(run: Run) -> Iterator[_Case]:
     """No drafts; every rule, a lenient one with the config's lenience too; kept noise."""
     spec = run.rollout_spec
 
-    def of_rule(rule: AcceptanceRule) -> RolloutSpec:
+    def with_rule(rule: AcceptanceRule) -> RolloutSpec:
         stored = spec.stored_logprobs if rule.needs_distribution else 0
         return dataclasses.replace(spec, accept=rule, stored_logprobs=stored)
 
-    yield _Case("no drafts", of_rule(MATCH), drafted=False)
+    yield _Case("no drafts", with_rule(MATCH), drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
         lenient = rule.lenient_share is not None
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
-            yield _Case(label, of_rule(rule), lenience=lenience)
+            yield _Case(label, with_rule(rule), lenience=lenience)
         if rule.samples_anew:
-            yield _Case(f"{name}, kept noise", of_rule(rule), keeps_noise=True)
+            yield _Case(f"{name}, kept noise", with_rule(rule), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
     width = settings.max_width
-    tree = dataclasses.replace(of_rule(MATCH), draft_source=source, max_width=width)
+    tree = dataclasses.replace(with_rule(MATCH), draft_source=source, max_width=width)
     yield _Case("tree", tree)
     yield _Case("tree, kept noise", tree, keeps_noise=True)

@@ -11,8 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from specrl_jax.config.cross_rules import RULES
-from specrl_jax.config.effects import without_effect
-from specrl_jax.config.fields import FIELDS, OPTIONS
+from specrl_jax.config.fields import FIELDS, OPTIONS, without_effect
 from specrl_jax.config.kinds import flatten
 
 _OF_OPTIONS = tuple(f"{section}." for section in OPTIONS)

@@ -36,6 +36,10 @@ _OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTAL
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are ValueErrors of one line, without the usage."""
 
+    def __init__(self, **options: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
 
@@ -55,9 +59,8 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
 
 
 def policy_parser(description: str) -> Parser:
-    """A parser with the flags that name a saved policy: --run or --model, and --step."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
+    """Return a parser with the flags that name a saved policy: --run or --model, and --step."""
+    parser = Parser(description=description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="work directory of a run")
     source.add_argument("--model", default="", help="directory, .gguf file, pypi:WHEEL or hub id")
@@ -65,8 +68,14 @@ def policy_parser(description: str) -> Parser:
     return parser
 
 
+def check_folder(flag: str, file: Path | None) -> None:
+    """Raise ValueError in one line where the folder of the file that a flag names is missing."""
+    if file and not file.absolute().parent.is_dir():
+        raise ValueError(f"{flag}: no directory {file.absolute().parent}; make it first")
+
+
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
-    """A copy of `config` changed by arguments --config.FIELD=VALUE; ValueError in one line."""
+    """Return a copy of `config` changed by --config.FIELD=VALUE ...; ValueError in one line."""
     changed = config.copy_and_resolve_references()
     argv, options = _without_options(["", *arguments])
     with _flags_of(argv) as values:
@@ -79,7 +88,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
-    """The config of --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
+    """Read --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
     argv, options = _without_options(["", *arguments])
     with _flags_of(argv) as values:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
@@ -98,8 +107,7 @@ def _flags_of(argv: Sequence[str]) -> Iterator[flags.FlagValues]:
 
 
 def _without_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments without options of the task and the chat template, and these by name: no preset
-    need have them."""
+    """Return the arguments without options, whose names the user makes; and the options by name."""
     matches = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
     known = [argument for argument in argv if not _OPTION.fullmatch(argument)]
     return known, dict(match.groups() for match in matches)
@@ -113,8 +121,7 @@ def _set_options(config: ConfigDict, options: Mapping[str, str]) -> None:
 
 
 def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
-    """Set the options. A task of the user's own inherits nothing of the preset's: returns the
-    values that were reset, by field."""
+    """Set options, and reset what a task of the user's own inherits; return that by field."""
     config = flag.value
     config.to_dict()  # a file that failed to load raises only here
     _set_options(config, options)
@@ -124,7 +131,7 @@ def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def presets() -> dict[str, ConfigDict]:
-    """Every preset of the repository's configs/, by what --config names it."""
+    """Return every preset of the repository's configs/, by what --config names it."""
     base = files.presets(_CONFIGS / "grpo.py")
     configs = {}
     for file in sorted(_CONFIGS.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
@@ -136,8 +143,7 @@ def presets() -> dict[str, ConfigDict]:
 
 
 def define_config() -> None:
-    """Define the flags --config (file[:preset], must come first), --config.FIELD=VALUE and
-    --print_config, which `run` obeys."""
+    """Define the flags of `run`: --config, which must come first, its fields, --print_config."""
     config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
     flags.DEFINE_bool("print_config", False, "print every field with its value, and end")
 
@@ -153,7 +159,7 @@ def _preset() -> str:
 
 
 def config_name() -> str:
-    """configs/grpo.py:micro → grpo-micro; configs/grpo.py → grpo-tiny, its default."""
+    """Return grpo-micro for configs/grpo.py:micro, grpo-tiny for configs/grpo.py, its default."""
     path, _, preset = _preset().partition(":")
     if not preset:
         options = inspect.signature(runpy.run_path(path)["get_config"]).parameters.values()
@@ -162,9 +168,7 @@ def config_name() -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parse the flags, those of `define_config` and the program's own, and call `main`; exit with 2
-    and one line where the user made a mistake."""
-
+    """Parse the flags and call `main`; exit with 2 and one line where the user made a mistake."""
     _take_any_text()
 
     def call(argv: Sequence[str]) -> None:
@@ -205,11 +209,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _take_any_text() -> None:
-    """Have the standard streams take every character, whatever the user's locale is.
-
-    What an output's encoding lacks is printed as an escape: 😀 is \\U0001f600. An input that is
-    said to be ASCII is read as UTF-8, of which ASCII is a part.
-    """
+    """Have the standard streams take every character, whatever the user's locale is."""
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # not where a notebook or a test has its own
             output.reconfigure(errors="backslashreplace")
@@ -219,7 +219,7 @@ def _take_any_text() -> None:
 
 
 def _user_line(error: Exception) -> str:
-    """The line of an error that the user can mend; "" of others."""
+    """Return the line of an error that the user can mend; "" of others."""
     if isinstance(error, ValueError | OSError | FloatingPointError | OutOfMemoryError):
         return "" if "\n" in str(error) else str(error)
     if asked := lack_of_memory(error):
@@ -277,7 +277,7 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _help(argv: Sequence[str]) -> str:
-    """The program's docstring and flags, presets, and the fields with the values of --config."""
+    """Return the program's docstring, flags, presets, and fields with the values of --config."""
     file = _CONFIGS / "grpo.py"
     given = [argument for argument in argv if argument.startswith("--config")]
     named = next((x.partition("=")[2] for x in given if x.startswith("--config=")), "")
@@ -301,7 +301,7 @@ def _help(argv: Sequence[str]) -> str:
 
 
 def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
-    """The cause of an error, in the words that the user typed."""
+    """Return the cause of an error, in the words that the user typed."""
     text = str(error).strip()
     if isinstance(error, AttributeError | KeyError):
         field = re.search(r"\w+", text)

@@ -3,8 +3,9 @@
 Each yields (field, the rule in words, whether the configuration keeps it), in any order.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict
 
@@ -125,15 +126,11 @@ def _task(config: ConfigDict) -> Iterator[Check]:
 
 def _adapters(config: ConfigDict) -> Iterator[Check]:
     weights = table("models.parameters:ADAPTED")
+    found = False
+    with contextlib.suppress(re.error):
+        found = any(re.search(config.lora.targets, name) for name in weights)
     rule = f"a regular expression that is found in one of {', '.join(weights)}"
-    yield "lora.targets", rule, _is_found(config.lora.targets, weights)
-
-
-def _is_found(pattern: str, names: Iterable[str]) -> bool:
-    try:
-        return any(re.search(pattern, name) for name in names)
-    except re.error:
-        return False
+    yield "lora.targets", rule, found
 
 
 def _solutions(config: ConfigDict) -> Iterator[Check]:

@@ -47,7 +47,7 @@ class When:
 
 
 def meaning(config: ConfigDict, field: str) -> Any:
-    """What the name in `field` stands for, in the table of its choices."""
+    """Return what the name in `field` stands for, in the table of its choices."""
     return table(FIELDS[field].kind.names[-1])[get(config, field)]
 
 
@@ -57,10 +57,6 @@ def _draft(config: ConfigDict) -> Any:
 
 def _rule(config: ConfigDict) -> Any:
     return meaning(config, "rollout.accept")
-
-
-def _rule_in_force(config: ConfigDict) -> Any:
-    return table("rollout.engine.spec:acceptance_rule")(config)
 
 
 def _recomputes(config: ConfigDict) -> bool:
@@ -118,7 +114,9 @@ LENIENT = When("rollout.accept", lambda c: _rule(c).lenient_share is not None)
 VERIFIED = When("rollout.accept", lambda c: not _rule(c).samples_anew)
 INEXACT = When("rollout.accept", lambda c: not _rule(c).exact)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
-KEPT_NOISE = When("rollout.accept", lambda c: _rule_in_force(c).samples_anew)
+KEPT_NOISE = When(
+    "rollout.accept", lambda c: table("rollout.engine.spec:acceptance_rule")(c).samples_anew
+)
 SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")
 BY_GROUP = When(
     "critic.kind",
@@ -352,10 +350,39 @@ OF_TASK = {name: row.task for name, row in FIELDS.items() if row.task is not Non
 
 
 def may_change(*who: str) -> tuple[str, ...]:
-    """The fields that these may change; a section stands for all of its fields."""
+    """Return the fields that these may change; a section stands for all of its fields."""
     names: list[str] = []
     for section in dict.fromkeys(field.partition(".")[0] for field in FIELDS):
         fields = [field for field in FIELDS if field.split(".")[0] == section]
         free = [field for field in fields if FIELDS[field].may_change in who]
         names += [section] if free == fields else free
     return tuple(names)
+
+
+def without_effect(config: ConfigDict, field: str) -> str:
+    """Say in one line that a field does nothing in a configuration, and what would give it an
+    effect; "" where it does something, or its value is what holds anyway."""
+    row = FIELDS.get(field)
+    if row and row.idle is not None and get(config, field) == row.idle:
+        return ""
+    conditions = row.when if row else OPTIONS.get(field.rpartition(".")[0], ())
+    for when in conditions:
+        if not when.holds(config):
+            now = get(config, when.field)
+            shown = repr(now) if now == "" else now
+            flag = f"--config.{when.field}={_remedy(config, when)}"
+            return f"{field} has no effect with {when.field} = {shown}; add {flag}"
+    return ""
+
+
+def _remedy(config: ConfigDict, when: When) -> str:
+    """Return the value of `when.field` under which the condition holds."""
+    if when.value is not None:
+        return when.value
+    section, _, name = when.field.partition(".")
+    tried = config.copy_and_resolve_references()
+    for choice in FIELDS[when.field].kind.choices():
+        tried[section][name] = choice
+        if when.holds(tried):
+            return choice
+    raise AssertionError(f"no choice of {when.field} gives an effect")

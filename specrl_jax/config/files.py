@@ -15,18 +15,18 @@ from specrl_jax.config.kinds import get
 
 
 def get_config(path: str, preset: str = "") -> ConfigDict:
-    """A new configuration of a file, as --config=PATH[:PRESET] gives it."""
+    """Make a configuration of a file, as --config=PATH[:PRESET] gives it."""
     return runpy.run_path(path)["get_config"](*[preset] if preset else [])
 
 
 def presets(path: str | Path) -> dict[str, str]:
-    """The file's presets and the first line of their docstrings; {} where it has no PRESETS."""
+    """Return the file's presets and their docstrings' first lines; {} if it has no PRESETS."""
     table = runpy.run_path(str(path)).get("PRESETS", {})
     return {name: (preset.__doc__ or "").strip().split("\n")[0] for name, preset in table.items()}
 
 
 def comments(path: str | Path, fields: Iterable[str]) -> dict[str, str]:
-    """The comment of each of these fields, in the order of the file.
+    """Return the comment of each of these fields, in the order of the file.
 
     A field's line is `SECTION.NAME = VALUE  # COMMENT`, where SECTION is the last part of its path.
     """
@@ -50,12 +50,14 @@ def begin_own_task(
     other_source = config.data.source != preset.data.source
     other_task = other_source or config.data.name != preset.data.name
     other_reward = config.reward.name != preset.reward.name
-    of_files = other_source and _has_an_end(config)
+    # An unknown source is refused later.
+    known = config.data.source in FIELDS["data.source"].kind.choices()
+    has_an_end = known and not meaning(config, "data.source").endless
     empty = {}
     for name, row in FIELDS.items():
         if row.task is not None and (other_task or (other_reward and name.startswith("reward."))):
             empty[name] = row.task
-        if row.files is not None and of_files:
+        if row.files is not None and other_source and has_an_end:
             empty[name] = row.files
     old = {name: get(config, name) for name in empty if name not in given}
     reset = {name: value for name, value in old.items() if value != empty[name]}
@@ -67,9 +69,3 @@ def begin_own_task(
         with config.unlocked():
             config.data.options = ConfigDict(kept)
     return reset
-
-
-def _has_an_end(config: ConfigDict) -> bool:
-    """Return whether the source of data has an end; False of an unknown one, refused later."""
-    known = config.data.source in FIELDS["data.source"].kind.choices()
-    return known and not meaning(config, "data.source").endless

@@ -18,17 +18,17 @@ Sweep = list[dict[str, Any]]
 
 
 def sweep(name: str, values: Iterable[Any]) -> Sweep:
-    """One field's values."""
+    """Return one field's values."""
     return [{name: value} for value in values]
 
 
 def fixed(name: str, value: Any, length: int = 1) -> Sweep:
-    """One field's value, `length` times."""
+    """Return one field's value, `length` times."""
     return [{name: value}] * length
 
 
 def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
-    """Every combination: a grid, the last sweep varies first. name: section of all fields."""
+    """Return every combination; the last sweep varies first. name: section of all fields."""
     prefix = f"{name}." if name else ""
     return [
         {prefix + field: value for part in parts for field, value in part.items()}
@@ -37,7 +37,7 @@ def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
 
 
 def zipit(sweeps: Sequence[Sweep]) -> Sweep:
-    """The first of every sweep together, then the second. Sweeps must have one length."""
+    """Return the first of every sweep together, then the second. Sweeps must have one length."""
     lengths = list(map(len, sweeps))
     if len(set(lengths)) > 1:
         raise ValueError(f"hyper.zipit must get sweeps of one length, got lengths {lengths}")
@@ -45,5 +45,5 @@ def zipit(sweeps: Sequence[Sweep]) -> Sweep:
 
 
 def chainit(sweeps: Iterable[Sweep]) -> Sweep:
-    """One sweep after another."""
+    """Return one sweep after another."""
     return list(itertools.chain.from_iterable(sweeps))

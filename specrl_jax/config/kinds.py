@@ -17,13 +17,13 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 
 def table(name: str) -> Any:
-    """What "module:NAME" stands for below specrl_jax; it is imported only when it is asked for."""
+    """Import what "module:NAME" stands for below specrl_jax."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
 
 
 def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every leaf."""
+    """Yield (path, value) of every leaf."""
     for name, value in config.items():
         if isinstance(value, Mapping | ConfigDict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -32,23 +32,23 @@ def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def get(config: ConfigDict, field: str) -> Any:
-    """The value of a field by its path."""
+    """Return the value of a field by its path."""
     return functools.reduce(operator.getitem, field.split("."), config)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a field may hold."""
+    """Rules of what a field may hold."""
 
     rules: tuple[Rule, ...] = ()  # the first that is broken is told
     names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
 
     def choices(self) -> tuple[str, ...]:
-        """The names of a choice."""
+        """Return the names of a choice."""
         return tuple(n for name in self.names for n in (table(name) if ":" in name else [name]))
 
     def broken(self, value: Any) -> str:
-        """The rule that a value breaks, in words; "" where it breaks none."""
+        """Return the rule that a value breaks, in words; "" where it breaks none."""
         if self.names:
             names = self.choices()
             return "" if value in names else f"one of {', '.join(names)}"
@@ -65,23 +65,23 @@ _NUMBER: Rule = (
 
 
 def one_of(*names: str) -> Kind:
-    """A choice of these names; "module:TABLE" stands for those in a table below specrl_jax."""
+    """Return a choice of names; "module:TABLE" stands for those in a table below specrl_jax."""
     return Kind(names=names)
 
 
 def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
-    """A whole number; why: there is a largest one."""
+    """Return a whole number; why: there is a largest one."""
     at_least = (f">= {least}", lambda x: x >= least)
     return Kind((_INTEGER, at_least, (f"<= {most} ({why})", lambda x: x <= most)))
 
 
 def within(low: float, high: float) -> Kind:
-    """A number from low to high, both included."""
+    """Return a number from low to high, both included."""
     return number(f"in [{low:g}, {high:g}]", lambda x: low <= x <= high)
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Kind:
-    """A number of which a rule holds."""
+    """Return a number of which a rule holds."""
     return Kind((_NUMBER, (words, holds)))
 
 

@@ -54,7 +54,7 @@ class Task:
 def load_task(
     name: str, config: ConfigDict, limit: int, change: Callable[[ConfigDict], ConfigDict]
 ) -> Task:
-    """The first `limit` problems of a task (0: all) for a policy with this configuration.
+    """Return the first `limit` problems of a task (0: all) for a policy with this configuration.
 
     change: the user's changes of the configuration. Raises ValueError in one line.
     """
@@ -82,10 +82,10 @@ def load_task(
     return Task(name, config, examples)
 
 
-def measure(
+def measure_task(
     policy: SavedPolicy, task: Task, samples: int, temperature: float
 ) -> list[dict[str, Any]]:
-    """A row for each figure of a task: greedy, then of `samples` responses (0: greedy alone)."""
+    """Return a row for each figure of a task: greedy, then of `samples` responses, if any."""
     config = task.config
     positions = policy.model.max_positions - policy.config.rollout.response_len
     encoded = encode_prompts(task.examples, policy.tokenizer, positions)
@@ -110,7 +110,7 @@ def measure(
 
 
 def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, Any]]:
-    """The figures, and the shares of responses that were cut or could not be scored, if any."""
+    """Return the figures, and the shares of responses that were cut or failed to score, if any."""
     by_name = figures(group_rewards(answered))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
     rows += [row_of(f"mean {name}", mean) for name, mean in mean_by_function(answered).items()]
@@ -139,7 +139,7 @@ def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]
 
 
 def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
-    """The configuration of "NAME:OPTION=VALUE:..." of reasoning_gym, without NAME of sort."""
+    """Return the configuration of "NAME:OPTION=VALUE:..."; sort has no NAME."""
     name, *options = text.split(":") if source == REASONING_GYM else [source, *text.split(":")]
     options = [option for option in options if option]
     if source == REASONING_GYM:
@@ -171,8 +171,7 @@ def _check_task(name: str) -> None:
 
 
 def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list, list]:
-    """`count` problems after those that the run trained on, held out or was warmed up with; and
-    those, where they are of this task: their questions may come again."""
+    """Return `count` problems that come after the run's own; and these, if of this task."""
     data = config.data
     reader = READERS[config.data.source]
     start = run.data.prompts + run.data.eval_prompts
@@ -183,7 +182,7 @@ def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list,
 
 
 def _file(config: ConfigDict, path: Path) -> ConfigDict:
-    """The configuration of a file: a run on files or data sets keeps its columns and reward."""
+    """Return the configuration of a file; a run on files or data sets keeps columns and reward."""
     if READERS[config.data.source].endless:
         config = _without_format(config)
         config.reward.name = "exact" if config.reward.name == REASONING_GYM else config.reward.name

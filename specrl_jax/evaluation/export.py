@@ -138,7 +138,7 @@ def push(out: Path, hub_id: str) -> str:
 
 @contextlib.contextmanager
 def _complete(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, which takes its name in the end."""
+    """Yield a folder beside `out`, which takes its name in the end."""
     folder = out.absolute().with_name(f"{out.absolute().name}.partial")
     if folder.exists():
         raise ValueError(f"{folder} is of an export that was stopped; remove it")
@@ -155,7 +155,7 @@ def _complete(out: Path) -> Iterator[Path]:
 
 
 def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> str:
-    """A command that trains with `config`, from the preset with the fewest other values."""
+    """Return a command that trains with `config`, from the preset with the fewest other values."""
     fields = dict(flatten(config))
 
     def changes(name: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> s
 
 
 def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str) -> str:
-    """README.md of an exported policy; metrics: the run's records, by step."""
+    """Return README.md of an exported policy; metrics: the run's records, by step."""
     config = policy.config
     source = policy.config.model.source
     is_hub_id = source and ":" not in source and not Path(source).expanduser().exists()

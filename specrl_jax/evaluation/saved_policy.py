@@ -52,11 +52,11 @@ class SavedPolicy:
     adapters: Adapters | None = None  # where the run trained them
 
     def weights(self) -> Params:
-        """The rollout's copy of the weights."""
+        """Return the rollout's copy of the weights."""
         return rollout_weights(self.model, self.params)
 
     def spec(self, prompt_slots: int, samples: int, temperature: float) -> RolloutSpec:
-        """A rollout of `samples` responses a prompt."""
+        """Return the spec of a rollout of `samples` responses a prompt."""
         tokenizer = self.tokenizer
         config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
@@ -70,7 +70,7 @@ class SavedPolicy:
         return NoiseKey(key, self.step if step is None else step, Purpose.EVALUATE)
 
     def batch_size(self, prompts: int, samples: int = 1) -> int:
-        """Prompts per rollout: about as many rows as in the run's evaluation."""
+        """Return prompts per rollout: about as many rows as in the run's evaluation."""
         settings = self.config.evaluate
         pieces = shards("batch")
         size = max(settings.batch_size * settings.samples // samples, 1)
@@ -104,7 +104,7 @@ def open_policy(
     defaults: ConfigDict,
     change: Callable[[ConfigDict], ConfigDict] = lambda config: config,
 ) -> SavedPolicy:
-    """The policy of the checkpoint `step` of a work directory, or else of `model`.
+    """Return the policy of the checkpoint `step` of a work directory, or else of `model`.
 
     step: best, last, or a number. model: as `model.source`. defaults: every field, for a model.
     change: the user's changes of the configuration. Sets the mesh. Raises ValueError in one line.
@@ -134,7 +134,7 @@ def open_policy(
 
 
 def run_config(workdir: Path) -> ConfigDict:
-    """The configuration of a run; ValueError in one line where the directory holds none."""
+    """Return the configuration of a run; ValueError in one line where the directory holds none."""
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -148,7 +148,7 @@ def run_config(workdir: Path) -> ConfigDict:
 
 
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
-    """The configuration to read a model with: `defaults` without its task.
+    """Return the configuration to read a model with: `defaults` without its task.
 
     Prompts go through the model's chat template, where it has one. Temperature and longest response
     are those of its generation_config.json, else 1 and 512 tokens.
@@ -194,10 +194,7 @@ def _read_params(
 
 
 def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -> Params:
-    """Read the weights that a run's adapters were trained for, from where the run read them.
-
-    host: of a checkpoint. Raises ValueError in one line where they are others now.
-    """
+    """Read the weights that a run's adapters were trained for; host: of its checkpoint."""
     params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)[1]
     if checksum(params) != host["origin"]["weights"]:
         raise ValueError(

@@ -16,7 +16,7 @@ FILE_NAME = "code.jsonl"
 
 
 def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
-    """The commit of a folder's repository, and whether files differ from it ("dirty").
+    """Return the commit of a folder's repository, and whether files differ from it ("dirty").
 
     folder: this code's by default. {} where there is no repository, or no git.
     """
@@ -65,7 +65,7 @@ def read_code(workdir: Path) -> list[str]:
 
 
 def _lines(workdir: Path) -> list[str]:
-    """The complete ones: a process may be writing the last."""
+    """Return the complete ones: a process may be writing the last."""
     path = workdir / FILE_NAME
     text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     return text.rpartition("\n")[0].splitlines()

@@ -81,10 +81,7 @@ class Console:
             self._progress.update(self._task, completed=step, description=f"{time_left} left")
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
-        """Estimate by the last 20 steps of this process.
-
-        Earlier steps compiled or ran before a resume.
-        """
+        """Estimate by the last 20 steps of this process; earlier ones compiled."""
         if len(self._times) > 1:
             step_seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         else:
@@ -94,14 +91,14 @@ class Console:
     def _print(
         self, step: str, epoch: int | str, cells: Sequence[str], time_left: str, trouble: str = ""
     ) -> None:
-        """An aligned line of at most 100 columns, and what went wrong after it."""
+        """Print an aligned line of at most 100 columns, and what went wrong after it."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"
         self.write_line(f"{line}{time_left:>8}  {trouble}".rstrip())
 
     def write_line(self, line: str) -> None:
-        """A line of its own, above the progress bar."""
+        """Print a line of its own, above the progress bar."""
         if self._progress is None:
             print(line, flush=True)
         else:

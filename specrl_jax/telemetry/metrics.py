@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
 
 
 def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
-    """One line. JSON has no nan or inf: such a value is null, and `nonfinite` holds its name."""
+    """Return a line. JSON has no nan or inf: such a value is null, and in `nonfinite`."""
     nonfinite = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
     record = {"step": step, "epoch": epoch} | dict(values) | dict.fromkeys(nonfinite)
     if nonfinite:
@@ -152,10 +152,7 @@ def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
 
 
 def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(offset of the line's end, record) of every complete line; a torn last line is skipped.
-
-    Raises ValueError in one line, with the file and the line's number, for what is no record.
-    """
+    """Return (offset of the line's end, record) of every complete line; a torn last is skipped."""
     records: list[tuple[int, dict[str, Any]]] = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n"):
@@ -171,28 +168,23 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _decode(line: bytes, where: str) -> dict[str, Any]:
-    """The record of a line; errors begin with `where`."""
+    """Return the record of a line; errors begin with `where`."""
     record = json_object(line, where, ("step", "epoch"))
     nonfinite = record.pop("nonfinite", {})
     with one_line(f"{where} must name metrics and their values in 'nonfinite'"):
         record |= {name: float(text) for name, text in nonfinite.items()}
     for name, value in record.items():
         is_count = name in ("step", "epoch")
-        whole = isinstance(value, int) and value >= 0
-        if not _is_number(value) or (is_count and not whole):
+        # A float, or an integer that a float can hold.
+        is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
+        if not is_number or (is_count and not (type(value) is int and value >= 0)):
             rule = "a whole number >= 0" if is_count else "a number"
             raise ValueError(f"{where} must have {rule} as {name!r}, got {value!r:.40}")
     return record
 
 
-def _is_number(value: Any) -> bool:
-    """Return True if a JSON value is a float, or an integer that a float can hold."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, float) or (whole and abs(value) < 2**63)
-
-
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
+    """Return the records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
 
     nan and inf are floats again. An unfinished last line (the run is writing, or was killed) is
     skipped.
@@ -236,13 +228,13 @@ class MetricsLog(contextlib.AbstractContextManager):
         read_metrics(workdir)  # a damaged file is refused before it is opened
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self.restore(math.inf)
-        of_functions = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
-        self._names = [*METRICS, *of_functions]  # in the order of a record
+        by_function = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
+        self._names = [*METRICS, *by_function]  # in the order of a record
         self._console = Console(total_steps)
         self._tracker = SafeTracker(tracker, workdir, config)
 
     def restore(self, step: float) -> None:
-        """Removes the records after `step` and an unfinished last line.
+        """Remove the records after `step` and an unfinished last line.
 
         Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
         steps up to `step`.
@@ -260,7 +252,7 @@ class MetricsLog(contextlib.AbstractContextManager):
             )  # fmt: skip
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Writes one step; on return the record is on the disk.
+        """Write one step; on return the record is on the disk.
 
         step: greater than every step in the file.
         values: scalars (Python, NumPy or JAX) by name.

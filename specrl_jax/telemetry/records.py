@@ -1,4 +1,4 @@
-"""The responses to a share of the prompts, as text: `WORKDIR/rollouts/KIND_N.jsonl`.
+"""Responses to a share of the prompts, as text: `WORKDIR/rollouts/KIND_N.jsonl`.
 
 Takes a step's prompts and finished responses on the host. Writes one response a line, the
 responses to a prompt together. A line is a JSON object with the fields of `FIELDS`, in ASCII. A
@@ -26,27 +26,49 @@ from specrl_jax.inputs import disk_error, json_object
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
-# Field of a line → its meaning. "Per token": a list or string with one item for each token of the
-# response, end of sequence included. For example, "4 5" and its end, where a rule accepted "4 5":
+
+
+def _is_number(value: Any) -> bool:
+    """Return True if `value` can be a log-prob or a reward: null stands for nan and inf."""
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+# Rules of a field's value: in words, and as a test.
+_TEXT = ("text", lambda x: type(x) is str)
+_WHOLE = ("a whole number", lambda x: type(x) is int)
+_SWITCH = ("true or false", lambda x: type(x) is bool)
+_NUMBER = ("a number or null", _is_number)
+_BY_NAME = ("numbers by name", lambda x: type(x) is dict and all(map(_is_number, x.values())))
+_NUMBERS = ("a list of numbers", lambda x: type(x) is list and all(map(_is_number, x)))
+_WHOLES = (
+    "a list of whole numbers",
+    lambda x: type(x) is list and all(type(y) is int for y in x),
+)
+# Field of a line → its rule and its meaning. "Per token": a list or string with one item for each
+# token of the response, end of sequence included. For example, "4 5" and its end, where a rule
+# accepted "4 5":
 #     "token_ids":[6,2,1],"token_ends":[1,3,3],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2
 FIELDS = {
-    "step": "the step of the rollout; as in the file's name",
-    "epoch": "the pass over the prompts that the step belongs to; 0 before the first step",
-    "prompt_id": "16 hexadecimal digits, the same in every run on the same problem",
-    "sample": "number of the response among the prompt's G, from 0 on",
-    "prompt": "the policy's input, decoded, with chat template, without special tokens",
-    "answer": "the problem's reference answer",
-    "text": "the response, decoded, without special tokens; before reward.extract",
-    "token_ids": "per token: its id",
-    "token_ends": "per token: characters of the text up to its end",
-    "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
-    "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
-    "reward": "6 decimals; null, like a log-prob, where it is not finite",
-    "by_function": "of each function of a sum: its reward, before its weight; {} without a sum",
-    "failed": "true where scoring hit a limit or raised; the reward is 0 then",
-    "origin_steps": "per token: the step that first sampled it",
-    "prefix_len": "tokens that come from the earlier response, from the first on",
-    "ended": "true if the last token ends the sequence; false if the response was cut",
+    "step": (_WHOLE, "the step of the rollout; as in the file's name"),
+    "epoch": (_WHOLE, "the pass over the prompts; 0 before the first step"),
+    "prompt_id": (_TEXT, "16 hexadecimal digits, the same in every run on the same problem"),
+    "sample": (_WHOLE, "number of the response among the prompt's G, from 0 on"),
+    "prompt": (_TEXT, "the policy's input, decoded, with chat template, without special tokens"),
+    "answer": (_TEXT, "the problem's reference answer"),
+    "text": (_TEXT, "the response, decoded, without special tokens; before reward.extract"),
+    "token_ids": (_WHOLES, "per token: its id"),
+    "token_ends": (_WHOLES, "per token: characters of the text up to its end"),
+    "sources": (_TEXT, "per token: s sampled, d drafted, r reused, f forced (see types.Source)"),
+    "policy_logprobs": (
+        _NUMBERS,
+        "per token: nats, with temperature, untruncated; 4 decimals",
+    ),
+    "reward": (_NUMBER, "6 decimals; null, like a log-prob, where it is not finite"),
+    "by_function": (_BY_NAME, "of each function of a sum: its reward, before its weight; else {}"),
+    "failed": (_SWITCH, "true where scoring hit a limit or raised; the reward is 0 then"),
+    "origin_steps": (_WHOLES, "per token: the step that first sampled it"),
+    "prefix_len": (_WHOLE, "tokens that come from the earlier response, from the first on"),
+    "ended": (_SWITCH, "true if the last token ends the sequence; false if the response was cut"),
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
@@ -75,12 +97,12 @@ def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
 
 
 def rollouts_path(workdir: str | os.PathLike, step: int, kind: str = "step") -> Path:
-    """The file of a step, also where it does not exist; kind: "step" or "eval"."""
+    """Return the file of a step, also where it does not exist; kind: "step" or "eval"."""
     return Path(workdir) / FOLDER / f"{kind}_{int(step)}.jsonl"
 
 
 def recorded_steps(workdir: str | os.PathLike, kind: str = "step") -> list[int]:
-    """The steps that have a file, ascending."""
+    """Return the steps that have a file, ascending."""
     names = (path.name for path in (Path(workdir) / FOLDER).glob(f"{kind}_*.jsonl"))
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
@@ -88,7 +110,7 @@ def recorded_steps(workdir: str | os.PathLike, kind: str = "step") -> list[int]:
 def read_rollouts(
     workdir: str | os.PathLike, step: int, kind: str = "step"
 ) -> list[dict[str, Any]]:
-    """The recorded responses of a step, as dicts with the keys of `FIELDS`; [] without a file.
+    """Return the recorded responses of a step, dicts with the keys of `FIELDS`; [] without a file.
 
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
@@ -100,52 +122,19 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-def _is_number(value: Any) -> bool:
-    """Return True if `value` can be a log-prob or a reward: null stands for nan and inf."""
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
-
-
-# What a field of a line may hold: the rule, its test and the fields that it is of.
-_RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "a whole number": (
-        lambda x: type(x) is int,
-        ("step", "epoch", "sample", "prefix_len"),
-    ),
-    "text": (
-        lambda x: type(x) is str,
-        ("prompt_id", "prompt", "answer", "text", "sources"),
-    ),
-    "true or false": (lambda x: type(x) is bool, ("failed", "ended")),
-    "a number or null": (_is_number, ("reward",)),
-    "numbers by name": (
-        lambda x: type(x) is dict and all(map(_is_number, x.values())),
-        ("by_function",),
-    ),
-    "a list of whole numbers": (
-        lambda x: type(x) is list and all(type(y) is int for y in x),
-        ("token_ids", "token_ends", "origin_steps"),
-    ),
-    "a list of numbers": (
-        lambda x: type(x) is list and all(map(_is_number, x)),
-        ("policy_logprobs",),
-    ),
-}
-
-
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
     record = json_object(line, where, FIELDS)
-    for rule, (holds, names) in _RULES.items():
-        for name in names:
-            if not holds(record[name]):
-                raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
+    for name, ((rule, holds), _) in FIELDS.items():
+        if not holds(record[name]):
+            raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
     return record
 
 
 def read_some_rollouts(
     workdir: str | os.PathLike, limit: int
 ) -> tuple[dict[str, list[dict[str, Any]]], int, int]:
-    """The recorded responses to as many prompts as `limit` bytes of the files allow.
+    """Return the recorded responses to as many prompts as `limit` bytes of the files allow.
 
     The prompts lie evenly among all, sorted by their id, which is a hash; at least one is read.
     Returns the responses of both kinds, {"step": [...], "eval": [...]}, by step, the number of the

@@ -9,11 +9,11 @@ Okabe and Ito's, then Tol's.
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from specrl_jax.telemetry.metrics import METRICS
-from specrl_jax.telemetry.runs import RecordedRun, Series, deviation, reward_limits
+from specrl_jax.telemetry.runs import RecordedRun, Series, deviation
 
 Chart = dict[str, Any]
 
@@ -29,7 +29,8 @@ _COLORS = (
     "#882255", "#44AA99", "#999933", "#332288", "#CC6677",
 )  # fmt: skip
 _DASHES = ("solid", "dot", "dash")
-_MAX_EPOCH_NAMES = 8  # in a chart; more epochs have lines without names
+_MAX_EPOCH_NAMES = 4  # in a chart, whose width they share; more epochs have lines without names
+_MARGIN = 0.05  # of a reward's axis beside its values, so that what is small looks small
 _MAX_BANDS = 4  # series with bands; those of more would cover each other
 
 # Title → metrics. SPEC-RL (arXiv 2509.23232) shows the same three: reward, seconds, reuse.
@@ -43,6 +44,13 @@ _OVERVIEW = {
 def color(number: int) -> str:
     """Return the color of a series, or of a metric of the only series."""
     return _COLORS[number % len(_COLORS)]
+
+
+def reward_limits(values: Iterable[float]) -> tuple[float, float]:
+    """Return the ends of an axis of rewards; the values, of which one at least, are within both."""
+    values = list(values)
+    margin = max(_MARGIN, _MARGIN * (max(values) - min(values)))
+    return min(values) - margin, max(values) + margin
 
 
 def overview_charts(series: Sequence[Series]) -> list[Chart]:

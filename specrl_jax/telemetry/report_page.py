@@ -30,7 +30,7 @@ _MOST_OF_THE_TIME = 0.05  # that refreshing may take
 def write_report(
     workdirs: Sequence[str | os.PathLike], file: str | os.PathLike, baseline: str = ""
 ) -> None:
-    """Writes the report of runs, all of it or nothing.
+    """Write the report of runs, all of it or nothing.
 
     baseline: the series that the speed-ups of several refer to, by default the first. Raises
     ValueError in one line where a work directory is none or is damaged, OSError where the file
@@ -48,7 +48,7 @@ def write_report(
 
 
 def page(data: dict[str, Any]) -> str:
-    """The HTML of the page's data. All text in it stays text, whatever it holds."""
+    """Return the HTML of the page's data. All text in it stays text, whatever it holds."""
     from plotly.offline import get_plotlyjs
 
     # Without "<" no text can end the script element that holds it; the rest is ASCII.
@@ -64,8 +64,7 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
     figures = reports.ALONE
     reckoned = reports.RECKONED
     if len(series) > 1:
-        figures = reports.figures_over(series[0])
-        reckoned = reports.reckoned_over(series[0])
+        figures, reckoned = reports.figures_over(series[0])
     limit = _VIEWER_BYTES // len(runs)
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
     names = dict.fromkeys(run.workdir.resolve().name for run in runs)
@@ -93,7 +92,7 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
 
 
 def _fields(series: Sequence[reports.Series]) -> list[tuple[str, list[str]]]:
-    """Every field of the configurations, and its values in each series."""
+    """Return every field of the configurations, and its values in each series."""
     names = dict.fromkeys(name for case in series for run in case.runs for name in run.config)
     return [
         (name, [
@@ -118,7 +117,7 @@ class ReportWriter:
         self._written = -float("inf")
 
     def refresh(self) -> None:
-        """Writes the report, unless that would take more than a twentieth of the time."""
+        """Write the report, unless that would take more than a twentieth of the time."""
         waited = time.monotonic() - self._written
         if self._active and self._seconds <= _MOST_OF_THE_TIME * waited:
             self._write()
@@ -135,6 +134,6 @@ class ReportWriter:
         self._seconds = self._written - start
 
     def close(self) -> None:
-        """Writes the report a last time."""
+        """Write the report a last time."""
         if self._active:
             self._write()

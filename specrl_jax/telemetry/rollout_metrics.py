@@ -1,4 +1,4 @@
-"""The scalars of a rollout and of its rewards, under the names of `metrics.METRICS`.
+"""Scalars of a rollout and of its rewards, under the names of `metrics.METRICS`.
 
 Takes NumPy arrays on the host. A metric without a value (no draft, no earlier response) is absent.
 """
@@ -20,7 +20,7 @@ def rollout_metrics(
     forced: np.ndarray,
     group_size: int,
 ) -> dict[str, float]:
-    """The `rollout/*` metrics of the contents of B responses.
+    """Return the `rollout/*` metrics of the contents of B responses.
 
     tokens, lens, prefix_lens: as in `types.Rollout`.
     eos_ids: the tokens that end a response.
@@ -60,16 +60,11 @@ def rollout_metrics(
         ]
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
         known = previous[1] > 0
-        values["rollout/unchanged"] = float(np.mean(_same(tokens, lens, *previous)[known]))
+        inside = np.arange(tokens.shape[1])[None, :] < lens[:, None]
+        same_tokens = np.all((tokens == previous[0]) | ~inside, axis=1)
+        unchanged = (lens == previous[1]) & same_tokens
+        values["rollout/unchanged"] = float(np.mean(unchanged[known]))
     return values
-
-
-def _same(
-    tokens: np.ndarray, lens: np.ndarray, others: np.ndarray, other_lens: np.ndarray
-) -> np.ndarray:
-    """bool [B], rows whose two responses are equal, tokens [B, R] and lens [B] of each."""
-    inside = np.arange(tokens.shape[1])[None, :] < lens[:, None]
-    return (lens == other_lens) & np.all((tokens == others) | ~inside, axis=1)
 
 
 def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
@@ -88,7 +83,7 @@ GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 
 
 def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:
-    """The `reward/*` metrics of B responses, the `group_size` responses of a prompt side by side.
+    """Return the `reward/*` metrics of B responses, those of a prompt side by side.
 
     rewards: float32 [B]. A response is right if its reward is at least 1.
     failed: bool [B], answers that hit a scoring limit or raised.

@@ -38,7 +38,7 @@ def _grouped(lines: Iterable[Response], field: str) -> list[list[Response]]:
 
 
 def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) -> dict[str, Any]:
-    """Data of a prompt. reward: mean of the last column. change: 1 − ROUGE-1 F1 of the last two."""
+    """Return a prompt. reward: mean of the last column. change: 1 − ROUGE-1 F1 of the last two."""
     columns = _grouped(responses, "step")
     rewards = [r["reward"] for r in columns[-1] if r["reward"] is not None]
     return {
@@ -63,7 +63,8 @@ def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) ->
 
 
 def _row(line: Response, advantage: float | None) -> dict[str, Any]:
-    """One response; single letters name what there is one of for every token."""
+    """Return a response; single letters name what there is one of for every token."""
+    ends = line["token_ends"]
     return {
         "sample": line["sample"],
         "reward": line["reward"],
@@ -72,36 +73,27 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
         "failed": line["failed"],
         "ended": line["ended"],
         "prefix": line["prefix_len"],
-        "t": _pieces(line),
+        # "" of an end of sequence, and of all but a character's last token.
+        "t": [line["text"][start:end] for start, end in zip([0, *ends], ends)],
         "s": line["sources"],
         "l": [None if x is None else round(x, 3) for x in line["policy_logprobs"]],
         "a": [line["step"] - step for step in line["origin_steps"]],
     }
 
 
-def _pieces(line: Response) -> list[str]:
-    """Every token's text; "" of an end of sequence, and of all but a character's last token."""
-    text = line["text"]
-    ends = line["token_ends"]
-    return [text[start:end] for start, end in zip([0, *ends], ends)]
-
-
 def _advantages(
     kind: str, column: Sequence[Response], config: dict[str, Any]
 ) -> list[float | None]:
-    """Advantages by `group_relative`.
-
-    None for other advantages, penalties for length, held-out prompts and incomplete groups.
-    """
+    """Return advantages by `group_relative`; None where the run computed others, or has none."""
     rewards = [line["reward"] for line in column]
     size = config.get("rollout.group_size")
-    of_group = config.get("algorithm.advantage") in ("auto", "group")
+    by_group = config.get("algorithm.advantage") in ("auto", "group")
     others = has_critic(config.get("critic.kind", "none")) or config.get("reward.overlong_tokens")
-    if kind != "step" or not of_group or others or len(column) != size or None in rewards:
+    if kind != "step" or not by_group or others or len(column) != size or None in rewards:
         return [None] * len(column)
-    names = ("normalize_std", "leave_one_out")
-    by_group = (bool(config.get(f"algorithm.{name}")) for name in names)
-    settings = AdvantageConfig(size, *by_group, gamma=1.0, gae_lambda=1.0)
+    normalize_std = bool(config.get("algorithm.normalize_std"))
+    leave_one_out = bool(config.get("algorithm.leave_one_out"))
+    settings = AdvantageConfig(size, normalize_std, leave_one_out, gamma=1.0, gae_lambda=1.0)
     return group_relative(np.array(rewards, float), settings).round(3).tolist()
 
 

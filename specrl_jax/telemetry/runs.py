@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specrl_jax.config import flatten
 from specrl_jax.inputs import json_object
@@ -27,7 +27,6 @@ _OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
 # Fields of the configuration in which seeds of one setting may differ.
 _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
-_MARGIN = 0.05  # of a reward's axis beside its values, so that what is small looks small
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
 _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
@@ -43,12 +42,12 @@ class RecordedRun:
 
     @property
     def steps(self) -> list[Record]:
-        """The records of steps that trained."""
+        """Return the records of steps that trained."""
         return [record for record in self.records if "reward/mean" in record]
 
     @property
     def epochs(self) -> dict[int, list[Record]]:
-        """The same by epoch, in order."""
+        """Return the same by epoch, in order."""
         by_epoch: dict[int, list[Record]] = {}
         for record in self.steps:
             by_epoch.setdefault(record["epoch"], []).append(record)
@@ -67,15 +66,28 @@ class RecordedRun:
         return list(self.epochs.values())[-1] if self.epochs else []
 
 
+class Mean(NamedTuple):
+    """Mean of a figure over runs."""
+
+    value: float
+    deviation: float  # the sample's standard deviation; 0 of one run
+    count: int  # of the runs that have the figure
+
+    @property
+    def error(self) -> float:
+        """Return the standard error of the mean."""
+        return self.deviation / math.sqrt(self.count)
+
+
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The runs of one setting, which differ in their seed."""
+    """Runs of one setting, which differ in their seed."""
 
     name: str
     runs: list[RecordedRun]
 
     def values(self, name: str, steady: bool = False) -> dict[int, list[float]]:
-        """A metric by step, of every run that has it there; what is not finite is left out.
+        """Return a metric by step, of every run that has it there; without what is not finite.
 
         steady: without the steps at which a run compiled.
         """
@@ -86,26 +98,21 @@ class Series:
                 by_step.setdefault(step, []).append(value)
         return dict(sorted(by_step.items()))
 
-    def mean(self, figure: Callable[[RecordedRun], float | None]) -> tuple[float, float] | None:
-        """Mean and standard deviation (0 of one) of a figure over the runs that have it."""
+    def mean(self, figure: Callable[[RecordedRun], float | None]) -> Mean | None:
+        """Return the mean over the runs that have a figure; None where no run has it."""
         figures = [x for run in self.runs if (x := figure(run)) is not None]
-        return (statistics.fmean(figures), deviation(figures)) if figures else None
+        if not figures:
+            return None
+        return Mean(statistics.fmean(figures), deviation(figures), len(figures))
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample's standard deviation; 0 of one value."""
+    """Return the sample's standard deviation; 0 of one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def reward_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Return the ends of an axis of rewards; the values, of which one at least, are within both."""
-    values = list(values)
-    margin = max(_MARGIN, _MARGIN * (max(values) - min(values)))
-    return min(values) - margin, max(values) + margin
-
-
 def read_run(workdir: str | os.PathLike) -> RecordedRun:
-    """Raises ValueError in one line where `workdir` is not the work directory of a run."""
+    """Read a work directory; ValueError in one line where it is not one of a run."""
     workdir = Path(workdir)
     if not (workdir / FILE_NAME).is_file():
         raise ValueError(f"{workdir} must be a run's work directory, it has no {FILE_NAME}")
@@ -117,8 +124,7 @@ def read_run(workdir: str | os.PathLike) -> RecordedRun:
 
 
 def series(runs: Sequence[RecordedRun]) -> list[Series]:
-    """Runs by setting, in their order. A series is named after its case in a sweep, else after the
-    fields that tell it apart."""
+    """Return runs by setting, named after their case in a sweep or the fields that differ."""
     settings = [
         {k: v for k, v in run.config.items() if k.split(".")[0] not in _NOT_A_SETTING}
         for run in runs
@@ -154,7 +160,7 @@ def values(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
 
 
 def metric(name: str, reduce: Callable[[list[float]], float]) -> Figure:
-    """A metric over records, reduced to one number."""
+    """Return the figure that reduces a metric over records to one number."""
 
     def figure(records: Sequence[Record]) -> float | None:
         numbers = [value for _, value in values(records, name)]
@@ -170,7 +176,7 @@ def median_seconds(name: str) -> Figure:
 
 
 def without_compiling(records: Iterable[Record]) -> list[Record]:
-    """The steps that spent at most a twentieth of their time on compiling."""
+    """Return the steps that spent at most a twentieth of their time on compiling."""
     return [
         record
         for record in records
@@ -186,33 +192,28 @@ def reused_fraction(records: Sequence[Record]) -> float | None:
 
 
 def epoch_seconds(run: RecordedRun, part: str) -> dict[int, float]:
-    """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
-    without the epochs in which all did."""
+    """Return a part's ("rollout") median seconds by epoch, if it has steps that did not compile."""
     figure = median_seconds(f"time/{part}")
     medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
     return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
 def seconds(run: RecordedRun, part: str) -> float | None:
-    """Seconds of a step's part over all steps, without compilation; None where an epoch has none
-    that did not compile."""
+    """Return a part's seconds of all steps; None where all steps of an epoch compiled."""
     medians = epoch_seconds(run, part)
     if not medians or len(medians) < len(run.epochs):
         return None
     return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
 
 
-def of_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
-    """The run of a series that has this run's seed."""
+def same_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
+    """Return the run of a series that has this run's seed."""
     seed = run.config.get("seed")
     return next((other for other in series.runs if other.config.get("seed") == seed), None)
 
 
 def reward_moved(run: RecordedRun) -> bool:
-    """Return False where several steps had nothing to learn from.
-
-    All of their groups had equal rewards, or, with a critic, all steps had the same mean reward.
-    """
+    """Return False where several steps had equal rewards in each group; with a critic, in all."""
     if len(run.steps) < 2:
         return True
     without_signal = [x for _, x in values(run.steps, "reward/no_signal")]
@@ -222,8 +223,7 @@ def reward_moved(run: RecordedRun) -> bool:
 
 
 def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | None:
-    """Median seconds of a step's part ("rollout") in the first epoch over those in all later
-    epochs, or over those in the last.
+    """Return a part's median seconds in the first epoch over those in later ones, or the last.
 
     Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
     no draft was ever used, an epoch on either side has no step left, or the reward never moved:
@@ -243,10 +243,10 @@ def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | N
 
 
 def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float | None]:
-    """A figure: the `seconds` of the baseline's run with the same seed over the run's own."""
+    """Return a figure: `seconds` of the baseline's run with the same seed over the run's own."""
 
     def figure(run: RecordedRun) -> float | None:
-        other = of_seed(baseline, run)
+        other = same_seed(baseline, run)
         ours = seconds(run, part)
         theirs = seconds(other, part) if other else None
         return theirs / ours if ours and theirs else None
@@ -256,9 +256,8 @@ def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float 
 
 _first = operator.itemgetter(0)
 _last = operator.itemgetter(-1)
-Headline = tuple[
-    str, Callable[[RecordedRun], float | None], str
-]  # its name, how to compute it, its format
+# Its name, how to compute it, its format.
+Headline = tuple[str, Callable[[RecordedRun], float | None], str]
 FIGURES: tuple[Headline, ...] = (
     ("held-out reward, first", lambda x: metric("reward/eval", _first)(x.records), "{:.3f}"),
     ("held-out reward, last", lambda x: metric("reward/eval", _last)(x.records), "{:.3f}"),
@@ -290,22 +289,18 @@ RECKONED = (
 )
 
 
-def figures_over(baseline: Series) -> tuple[Headline, ...]:
-    """The headline figures of series beside a baseline, which their speed-ups refer to."""
+def figures_over(baseline: Series) -> tuple[tuple[Headline, ...], str]:
+    """Return the headline figures of series beside a baseline, and how they are computed."""
     name = baseline.name
-    return (
+    figures = (
         *FIGURES,
         (f"rollout speed-up over {name}", speed_up_over(baseline, "rollout"), "{:.2f}×"),
         (f"whole-step speed-up over {name}", speed_up_over(baseline, "step"), "{:.2f}×"),
     )
-
-
-def reckoned_over(baseline: Series) -> str:
-    """Explain how `figures_over` are computed."""
-    return (
-        f"Speed-up: the seconds of {baseline.name} over those of the other, seed by seed. Seconds "
-        "are those of all steps: for each epoch the median of the steps that did not compile, "
-        f"times its steps; a dash where all of an epoch compiled. {_COMMON}"
+    return figures, (
+        f"Speed-up: the seconds of {name} over those of the other, seed by seed. Seconds are those "
+        "of all steps: for each epoch the median of the steps that did not compile, times its "
+        f"steps; a dash where all of an epoch compiled. {_COMMON}"
     )
 
 
@@ -313,14 +308,16 @@ def headline(series: Series, figures: Sequence[Headline] = ALONE) -> list[tuple[
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in figures:
-        value = series.mean(figure)
-        mean, spread = ("–", "") if value is None else map(style.format, value)
-        rows.append((name, mean, f"± {spread}" if value and len(series.runs) > 1 else ""))
+        mean = series.mean(figure)
+        if mean is None:
+            rows.append((name, "–", ""))
+            continue
+        spread = f"± {style.format(mean.deviation)}" if len(series.runs) > 1 else ""
+        rows.append((name, style.format(mean.value), spread))
     return rows
 
 
 # Text ---------------------------------------------------------------------------------------
-
 
 # Heading, how an epoch's steps become one number, format.
 _EPOCH_COLUMNS: tuple[tuple[str, Figure, str], ...] = (
@@ -376,16 +373,13 @@ def _headlines(records: Sequence[Record]) -> list[str]:
         if points := values(records, name):
             best = max(points, key=lambda point: point[1])
             named = zip(("first", "best", "last"), (points[0], best, points[-1]))
-            places = (f"{which} {value:.3f} (step {step})" for which, (step, value) in named)
-            lines.append(f"{title}: {', '.join(places)}")
+            texts = (f"{which} {value:.3f} (step {step})" for which, (step, value) in named)
+            lines.append(f"{title}: {', '.join(texts)}")
     return lines
 
 
 def _closing(run: RecordedRun) -> list[str]:
-    """Say how much faster later epochs were than the first, or that nothing was learned.
-
-    Returns no line where the run has no plain first epoch or no later one.
-    """
+    """Say how much faster later epochs were than the first, if it can, or that it never learned."""
     if not reward_moved(run):
         rewards = [reward for _, reward in values(run.steps, "reward/mean")]
         still = f"The reward never moved, it is {rewards[0]:.3f} at every step"

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import cli, hyper, validate
-from specrl_jax.config.effects import without_effect
-from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
-from specrl_jax.telemetry.report_page import write_report
+from specrl_jax.config.fields import without_effect
+from specrl_jax.telemetry import report_page, sweep_table
 from specrl_jax.telemetry.runs import RecordedRun, Series, read_run
 
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -107,7 +105,7 @@ def config_sweep(config: str) -> hyper.Sweep:
 
 
 def grid(cases: Sequence[Case], overrides: hyper.Sweep) -> list[Case]:
-    """Every case with every override, named after both."""
+    """Return every case with every override, named after both."""
     return [
         Case(
             ",".join(filter(None, [case.name, *(f"{k}={_name(v)}" for k, v in change.items())])),
@@ -124,7 +122,7 @@ def _name(value: Any) -> str:
 
 
 def _flag_text(value: Any) -> str:
-    """A value as --config.FIELD takes it; e^0.5 is 1.6487."""
+    """Return a value as --config.FIELD takes it; e^0.5 is 1.6487."""
     power = re.fullmatch(r"e\^(-?\d+(\.\d+)?)", str(value))
     return repr(math.exp(float(power[1]))) if power else str(value)
 
@@ -132,7 +130,7 @@ def _flag_text(value: Any) -> str:
 def training_runs(
     cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
 ) -> list[TrainingRun]:
-    """Every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
+    """Return every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
 
     Raises ValueError in one line where a configuration is not valid, a flag has no effect, or two
     runs would share a work directory.
@@ -140,8 +138,8 @@ def training_runs(
     runs: dict[Path, TrainingRun] = {}
     flags_by_case = _flags(cases, rest)
     for seed in seeds:
-        for case, of_case in zip(cases, flags_by_case, strict=True):
-            flags = (*of_case, f"--config.seed={seed}")
+        for case, case_flags in zip(cases, flags_by_case, strict=True):
+            flags = (*case_flags, f"--config.seed={seed}")
             config = cli.read_config(flags)
             workdir = folder / re.sub(r"[ /]", "_", f"{case.name or 'base'},seed={seed}")
             if workdir in runs:
@@ -153,11 +151,9 @@ def training_runs(
 
 
 def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the flags of each case. A shared flag is left out of the cases in which it does
-    nothing: drafts have no rule of acceptance in the case without drafts.
+    """Return the flags of each case, without the shared ones that do nothing there.
 
-    Raises ValueError in one line where a configuration is not valid, a case's own flag has no
-    effect, or a shared one has none in any case.
+    Drafts, for example, have no rule of acceptance in the case without drafts.
     """
     flags_by_case = []
     idle: list[dict[str, str]] = []  # of each case: shared flag → why it does nothing there
@@ -229,11 +225,7 @@ class Training:
         return ""
 
     def _wait(self, output: Path, start: int) -> int:
-        """The exit code at the run's end; until then shows the newest line of its table, or before
-        that of its output, and its first warning.
-
-        start: where this process begins in the file.
-        """
+        """Return the exit code; until then show the newest line of the output from `start` on."""
         _say(f"{self._run.workdir.name}: runs, all that it says is in {output}")
         shown = set()
         while True:
@@ -262,9 +254,9 @@ class Training:
         return DelayedSubmission(Training(self._run))
 
     def _environment(self) -> dict[str, str]:
-        """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
-        wandb cuts no tag itself and takes at most 64 letters. output.txt is UTF-8 everywhere."""
+        """Add wandb's group (the sweep) and tags (case, seed); the user's own go first."""
         workdir = self._run.workdir
+        # wandb takes at most 64 letters of a tag, and cuts none itself.
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
         names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
         return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
@@ -279,8 +271,11 @@ Submit = Callable[[TrainingRun], Callable[[], str]]
 
 
 def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
-    """Return how runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
-    (processes here, at the same time). options: of its `update_parameters`."""
+    """Return how runs start.
+
+    cluster: "" one after another here, else submitit's "slurm" or "local" (processes here, at the
+        same time). options: of its `update_parameters`.
+    """
     if not cluster:
         return Training
     try:
@@ -321,8 +316,10 @@ def _result(job: Any, noted: Path) -> str:
 
 
 def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
-    """Trains every run that is not finished; says on stderr how each goes and how it ended. Returns
-    why runs failed, by work directory."""
+    """Train every run that is not finished, and say on stderr how each goes and how it ended.
+
+    Returns why runs failed, by work directory.
+    """
     waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
     if submit is not Training:
         waits = list(waits)  # they run at the same time
@@ -342,8 +339,7 @@ def write_results(
     folder: Path,
     target: float = 0.0,
 ) -> str:
-    """Writes the table, its plots and the report of all runs that did not fail; returns the table
-    in Markdown."""
+    """Write the table, plots and report of all runs that did not fail; return the Markdown."""
     done = [run for run in runs if run.workdir not in failed]
     if not done:
         return "No run came to its end."
@@ -352,5 +348,6 @@ def write_results(
         cases.setdefault(run.case, []).append(read_run(run.workdir))
     series = [Series(name, members) for name, members in cases.items()]
     text = sweep_table.write(series, baseline, folder, target)
-    write_report([run.workdir for run in done], folder / REPORT, baseline)
-    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"
+    report = report_page.FILE_NAME
+    report_page.write_report([run.workdir for run in done], folder / report, baseline)
+    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {report}"

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.telemetry.report_charts import reward_limits
 from specrl_jax.telemetry.runs import (
     FIGURES,
+    Mean,
     RecordedRun,
     Series,
     deviation,
     epoch_seconds,
-    of_seed,
-    reward_limits,
+    same_seed,
     seconds,
     speed_up_over,
 )
@@ -49,7 +50,7 @@ class Column:
 
 
 def until_reward(run: RecordedRun, name: str, target: float) -> float | None:
-    """The sum of a metric until a held-out reward was reached; None where it was not."""
+    """Return the sum of a metric until a held-out reward was reached; None where it was not."""
     reached = [r["step"] for r in run.records if r.get("reward/eval", -math.inf) >= target]
     return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
 
@@ -61,12 +62,11 @@ def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
     """
     compared = 0
     for step in sorted(set(recorded_steps(workdir)) & set(recorded_steps(other))):
-        mine_all, theirs_all = (
-            {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
-            for x in (workdir, other)
-        )
-        for key in (key for key in mine_all if key in theirs_all):
-            mine, theirs = mine_all[key], theirs_all[key]
+        others = _tokens(other, step)
+        for response, mine in _tokens(workdir, step).items():
+            theirs = others.get(response)
+            if theirs is None:
+                continue
             if mine != theirs:
                 same = [a == b for a, b in zip(mine, theirs)]
                 return step, compared + [*same, False].index(False)
@@ -74,8 +74,13 @@ def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
     return None, compared
 
 
+def _tokens(workdir: Path, step: int) -> dict[tuple[str, int], list[int]]:
+    lines = read_rollouts(workdir, step)
+    return {(line["prompt_id"], line["sample"]): line["token_ids"] for line in lines}
+
+
 def columns(baseline: Series, target: float = 0.0) -> list[Column]:
-    """The columns of the table. target: a held-out reward; adds what it took to reach it."""
+    """Return the columns of the table. target: a held-out reward; adds what it took to reach it."""
     table = [
         Column("generated tokens", _FIGURES["tokens generated"], "{:,.0f}"),
         Column("row steps", _FIGURES["row steps"], "{:,.0f}"),
@@ -95,27 +100,19 @@ def columns(baseline: Series, target: float = 0.0) -> list[Column]:
 # The table -----------------------------------------------------------------------------------
 
 
-def mean_and_error(series: Series, column: Column) -> tuple[float, float, int] | None:
-    """Mean over the runs that have the figure, its standard error (0 of one), their number."""
-    values = [x for run in series.runs if (x := column.figure(run)) is not None]
-    if not values:
-        return None
-    return statistics.fmean(values), deviation(values) / math.sqrt(len(values)), len(values)
-
-
 def _cell(series: Series, column: Column) -> str:
-    figure = mean_and_error(series, column)
-    if figure is None:
+    mean = series.mean(column.figure)
+    if mean is None:
         return "–"
-    mean, error, count = figure
-    text = column.style.format(mean)
-    if column.with_error and count > 1:
-        text += f" ± {column.style.format(error)}"
-    return text if count == len(series.runs) else f"{text} ({count} of {len(series.runs)} runs)"
+    text = column.style.format(mean.value)
+    if column.with_error and mean.count > 1:
+        text += f" ± {column.style.format(mean.error)}"
+    all_runs = len(series.runs)
+    return text if mean.count == all_runs else f"{text} ({mean.count} of {all_runs} runs)"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, padded so that it reads as text too; the first row is the heading."""
+    """Return a table, padded so that it reads as text too; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(f"{x:<{w}}" if i == 0 else f"{x:>{w}}"
@@ -127,7 +124,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     rows = [["case", "seeds", *(column.name for column in chosen)]]
     for case in cases:
         rows.append([case.name, str(len(case.runs)), *(_cell(case, x) for x in chosen)])
@@ -135,8 +132,10 @@ def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
 
 
 def epoch_table(cases: Sequence[Series]) -> str:
-    """Seconds of a step and its parts by epoch, in Markdown, and how many times as fast as the
-    first case's they are."""
+    """Return seconds of a step's parts by epoch, and how many times as fast as the first case's.
+
+    The table is in Markdown.
+    """
     rows = [["seconds a step", *(case.name for case in cases)]]
     for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
         for part in _PARTS:
@@ -147,7 +146,7 @@ def epoch_table(cases: Sequence[Series]) -> str:
 
 
 def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
-    """Mean and standard deviation over the seeds, by epoch."""
+    """Return mean and standard deviation over the seeds, by epoch."""
     values: dict[int, list[float]] = {}
     for run in case.runs:
         for epoch, x in epoch_seconds(run, part).items():
@@ -162,7 +161,7 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
         ends = []
         tokens = 0
         for run in case.runs:
-            other = of_seed(baseline, run)
+            other = same_seed(baseline, run)
             if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
                 step, compared = first_difference(other.workdir, run.workdir)
                 ends.append("the end" if step is None else f"step {step}")
@@ -188,9 +187,12 @@ def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 
         rows = csv.writer(file)
         rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
         for case in cases:
-            figures = [mean_and_error(case, column) or ("", "", 0) for column in chosen]
-            cells = [(mean, error if count > 1 else "") for mean, error, count in figures]
-            rows.writerow([case.name, len(case.runs), *(x for cell in cells for x in cell)])
+            cells: list[Any] = [case.name, len(case.runs)]
+            for column in chosen:
+                mean = case.mean(column.figure)
+                cells.append(mean.value if mean else "")
+                cells.append(mean.error if mean and mean.count > 1 else "")
+            rows.writerow(cells)
     _write_table_plot(cases, chosen, folder / "sweep.png")
     _write_epochs_plot(cases, folder / "epochs.png")
     return text
@@ -231,25 +233,27 @@ def _seeds(cases: Sequence[Series], error: str) -> str:
 
 
 def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
-    """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
-    missing = (math.nan, 0.0, 0)
-    panels = {x: [mean_and_error(case, x) for case in cases] for x in chosen if x.name in _PLOTTED}
+    """Draw a line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
+    missing = Mean(math.nan, 0.0, 1)
+    panels = {x: [case.mean(x.figure) for case in cases] for x in chosen if x.name in _PLOTTED}
     panels = {x: points for x, points in panels.items() if any(points)}
     figure = _figure(2 + 3 * len(panels), 1.4 + 0.32 * len(cases))
     lines = range(len(cases))
     colors = _colors(cases)
     (axes,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for ax, (column, points) in zip(axes, panels.items()):
-        means, errors, counts = zip(*(point or missing for point in points))
+        means = [point or missing for point in points]
         if column.with_error:  # not from 0: the reward's differences are small
-            for line, mean, error, count, color in zip(lines, means, errors, counts, colors):
-                bar = error if count > 1 else None
-                ax.errorbar(mean, line, xerr=bar, fmt="o", color=color, capsize=3)
-            known = [(mean, error) for mean, error, _ in filter(None, points)]
-            ax.set_xlim(reward_limits(m + sign * e for m, e in known for sign in (-1, 1)))
+            for line, mean, color in zip(lines, means, colors):
+                bar = mean.error if mean.count > 1 else None
+                ax.errorbar(mean.value, line, xerr=bar, fmt="o", color=color, capsize=3)
+            known = [x for x in points if x]
+            ax.set_xlim(reward_limits(x.value + s * x.error for x in known for s in (-1, 1)))
         else:
-            bars = ax.barh(lines, means, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
-            texts = [column.style.format(x) if math.isfinite(x) else "–" for x in means]
+            lengths = [x.value for x in means]
+            errors = [x.error for x in means]
+            bars = ax.barh(lines, lengths, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
+            texts = [column.style.format(x) if math.isfinite(x) else "–" for x in lengths]
             ax.bar_label(bars, texts, padding=4, fontsize="small")
             ax.margins(x=0.3)
         ax.set_yticks(lines, [case.name for case in cases])
@@ -260,8 +264,7 @@ def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: P
 
 
 def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
-    """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
-    seeds, with their standard deviation."""
+    """Draw seconds of a step's parts by epoch and held-out reward by step, means over the seeds."""
     figure = _figure(13, 3.6 + 0.1 * len(cases))
     *parts, last = figure.subplots(1, len(_PARTS) + 1)
     width = 0.8 / len(cases)
@@ -269,7 +272,8 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
         for ax, part in zip(parts, _PARTS):
             points = _epoch_mean(case, part)
             x = [epoch + (i + 0.5) * width - 0.4 for epoch in points]
-            means, errors = ([y[k] for y in points.values()] for k in (0, 1))
+            means = [mean for mean, _ in points.values()]
+            errors = [error for _, error in points.values()]
             ax.bar(x, means, width, color=color, yerr=errors, error_kw={"lw": 0.8})
         rewards = case.values("reward/eval")
         last.errorbar([*rewards], [*map(statistics.fmean, rewards.values())], color=color,

@@ -38,10 +38,10 @@ class Tracker:
         pass
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """A step's metrics; steps grow, but begin again further back after a resume."""
+        """Take a step's metrics; steps grow, but begin again further back after a resume."""
 
     def close(self) -> str:
-        """Sends sample rollouts and the report; returns what to tell the user, or ""."""
+        """Send sample rollouts and the report; return what to tell the user, or ""."""
         return ""
 
 
@@ -135,7 +135,7 @@ TRACKERS: dict[str, type[Tracker]] = {"none": Tracker, "wandb": Wandb, "tensorbo
 
 
 def check_installed(name: str) -> None:
-    """Raises ValueError in one line where the tracker's library is missing."""
+    """Raise ValueError in one line where the tracker's library is missing."""
     tracker = TRACKERS[name]
     if tracker.module and importlib.util.find_spec(tracker.module) is None:
         raise ValueError(f"log.tracker = {name} needs {tracker.module}: {tracker.install}")
@@ -197,7 +197,7 @@ def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
 
 
 def _as_code(text: str) -> str:
-    """A block of Markdown that shows any text as it is."""
+    """Return a block of Markdown that shows any text as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -226,7 +226,9 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
     # Work directories of the same name get different names; those of one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
     variables = {"name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS"}
-    names["tags"] = _tags(config)
+    fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
+    tags = [str(config.get(section, {}).get(field, "")) for section, field in fields]
+    names["tags"] = [tag[:_MAX_NAME] for tag in tags if tag]
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
         id=run_id,
@@ -238,10 +240,3 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
         settings=wandb.Settings(console="off", silent=True, init_timeout=30),
         **{key: x for key, x in names.items() if x and not os.environ.get(variables[key])},
     )
-
-
-def _tags(config: Mapping[str, Any]) -> list[str]:
-    """The task and the kind of draft, to search for runs."""
-    fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
-    tags = (str(config.get(section, {}).get(field, "")) for section, field in fields)
-    return [tag[:_MAX_NAME] for tag in tags if tag]

@@ -31,27 +31,25 @@ SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
 # The commands --------------------------------------------------------------------------------
 
 
-class Command:
-    """Runs a command in this process; gives the cases of its JSON file and its text."""
-
-    def __init__(self, path, capsys):
-        self._path, self._capsys = path, capsys
-
-    def __call__(self, *arguments: str) -> tuple[list[dict], str]:
-        runpy.run_path(str(LAUNCH))["main"]([*arguments, f"--json={self._path}"])
-        return self.last()
-
-    def last(self) -> tuple[list[dict], str]:
-        return json.loads(self._path.read_text())["cases"], self._capsys.readouterr().out
-
-
 @pytest.fixture
 def run(mesh, tmp_path, capsys):
-    return Command(tmp_path / "figures.json", capsys)
+    """run(*arguments) → the exit code, the cases of the JSON file and the text."""
+    path = tmp_path / "figures.json"
+
+    def call(*arguments: str) -> tuple[int, list[dict], str]:
+        code = 0
+        try:
+            runpy.run_path(str(LAUNCH))["main"]([*arguments, f"--json={path}"])
+        except SystemExit as stop:
+            code = stop.code
+        return code, json.loads(path.read_text())["cases"], capsys.readouterr().out
+
+    return call
 
 
 def test_rollout(run):
-    cases, text = run("rollout", *SMALL)
+    code, cases, text = run("rollout", *SMALL)
+    assert code == 0
     kinds = [f"{d}, {lost} lost" for lost in ("nothing", "half")
              for d in ("previous", "tree", "previous+tree")]  # fmt: skip
     assert [case["drafts"] for case in cases] == ["naive loop", "no drafts", *kinds]
@@ -78,10 +76,8 @@ def test_device(run, monkeypatch):
     monkeypatch.setattr(device, "STEP_ROWS", (8,))
     monkeypatch.setattr(device, "_limits", _fail)
     monkeypatch.setattr(device, "LAST_BEGIN", float("inf"))
-    with pytest.raises(SystemExit) as stop:
-        run("device", *SMALL)
-    assert stop.value.code == 1
-    cases, text = run.last()
+    code, cases, text = run("device", *SMALL)
+    assert code == 1
     rows = {case["figure"]: case for case in cases}
     assert rows["limits"]["note"] == "ValueError: no limits"
     assert [name for name, row in rows.items() if row.get("met") == "failed"] == ["limits"]
@@ -114,17 +110,26 @@ def test_random_policies_do_not_repeat_themselves(mesh):
     assert np.mean(logits.argmax(-1) == tokens) < 0.1
 
 
+@pytest.fixture
+def measured(tmp_path):
+    """measured(benchmark, *flags) → the cases, from a process of its own."""
+
+    def call(benchmark: str, *flags: str) -> list[dict]:
+        shared = ("--config=tests/small_runs.py", "--config.rollout.adaptive=False", "--drift=1",
+                  "--repeats=2", f"--json={tmp_path / 'figures.json'}")  # fmt: skip
+        done = launch(str(LAUNCH), benchmark, *shared, *flags, **ONE_DEVICE)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "figures.json").read_text())["cases"]
+
+    return call
+
+
 @pytest.mark.slow
-def test_rules(tmp_path):
+def test_rules(measured):
     """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved,
     and more on the noise that wrote it."""
-    path = tmp_path / "rules.json"
-    flags = ("--config=tests/small_runs.py", "--config.updates.learning_rate=0.1",
-             "--config.rollout.lenience=1.65", "--config.rollout.stored_logprobs=8",
-             "--config.rollout.adaptive=False", "--drift=1", "--repeats=2")  # fmt: skip
-    done = launch(str(LAUNCH), "rules", *flags, f"--json={path}", **ONE_DEVICE)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(path.read_text())["cases"]
+    flags = ("updates.learning_rate=0.1", "rollout.lenience=1.65", "rollout.stored_logprobs=8")
+    cases = measured("rules", *(f"--config.{flag}" for flag in flags))
     kept = {x["rule"]: x["kept_of_draft"] for x in cases}
     assert kept["no drafts"] == 0
     assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["match"]
@@ -136,14 +141,9 @@ def test_rules(tmp_path):
 
 
 @pytest.mark.slow
-def test_heads(tmp_path):
+def test_heads(measured):
     """No row differs; each place of a draft has a rate, and both updates have seconds."""
-    path = tmp_path / "heads.json"
-    flags = ("--config=tests/small_runs.py", "--config.rollout.max_width=4", "--drift=1",
-             "--config.rollout.adaptive=False", "--repeats=2")  # fmt: skip
-    done = launch(str(LAUNCH), "heads", *flags, f"--json={path}", **ONE_DEVICE)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(path.read_text())["cases"]
+    cases = measured("heads", "--config.rollout.max_width=4")
     assert [x["drafts"] for x in cases[:3]] == ["no drafts", "coupled", "greedy"]
     assert [x["step"] for x in cases[:6]] == [0] * 3 + [1] * 3
     assert all(x["rows_that_differ"] == 0 for x in cases[:6])

@@ -1,6 +1,5 @@
 """Every rule of a configuration broken once; every preset keeps them."""
 
-import itertools
 import math
 import re
 
@@ -8,11 +7,10 @@ import pytest
 import small_runs
 from small_runs import line_of
 
-from specrl_jax.config import OPTIONS, check_mesh, flatten, validate
-from specrl_jax.config.fields import FIELDS
+from specrl_jax.config import OPTIONS, check_mesh, cli, flatten, validate
+from specrl_jax.config.fields import FIELDS, without_effect
 from specrl_jax.rollout import acceptance
 
-PRESETS = ("tiny", "micro", "custom", "smollm2", "gemma3_270m", "gsm8k", "qwen3_1p7b")
 # rule → values that break it
 BROKEN = {
     "text": [None, 3, ["a"]],
@@ -130,39 +128,32 @@ def test_impossible_combinations(changes, field, words):
     assert re.fullmatch(rule, _line(changes))
 
 
-@pytest.mark.parametrize("name", ["k2", "k1+", "k3+"])
-def test_estimators_of_the_kl_that_the_loss_takes(name):
-    validate(small_runs.small_config(KL | {"algorithm.kl_estimator": name}))
-
-
 @pytest.mark.parametrize("name", ["smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"])
 def test_presets_of_one_device_take_eight_too(make_mesh, name):
     config = small_runs.preset(name, "one_device")
     check_mesh(config, make_mesh(1, 8, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [
-        *itertools.product(PRESETS, ("grpo", "ppo", "dapo")),
-        ("tiny", "multiturn"),
-        ("micro", "multiturn"),
-        *itertools.product(("smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"), ("one_device",)),
-    ],
-)
-def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
-    config = small_runs.preset(name, algorithm)
+@pytest.mark.parametrize(("name", "config"), cli.presets().items())
+def test_every_preset_is_valid_and_has_all_fields(name, config):
     validate(config)
-    fields, tiny = (
-        {field for field, _ in flatten(x) if not field.startswith(tuple(OPTIONS))}  # of the task
-        for x in (config, small_runs.preset("tiny"))
-    )
-    assert fields == tiny
+    fields = {field for field, _ in flatten(config) if not field.startswith(tuple(OPTIONS))}
+    assert fields == FIELDS.keys()
+    idle = {field for field in FIELDS if without_effect(config, field)}
+    assert idle  # sections that are off keep their defaults
+    assert idle.isdisjoint({"rollout.draft", "model.source", "updates.learning_rate"})
 
 
-def test_the_limits_of_lenience_are_values():
+def test_every_file_has_its_presets():
+    """Seven of grpo, ppo, dapo and lenience_sweep, two of multiturn, four of one_device."""
+    assert len(cli.presets()) == 4 * 7 + 2 + 4
+
+
+def test_values_at_the_limits_are_taken():
     for lenience in (0.0, math.inf):
         validate(small_runs.small_config({"rollout.lenience": lenience}))
+    for name in ("k2", "k1+", "k3+"):
+        validate(small_runs.small_config(KL | {"algorithm.kl_estimator": name}))
 
 
 def test_a_preset_that_multiturn_does_not_have():

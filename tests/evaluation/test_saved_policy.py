@@ -132,12 +132,6 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     assert not (exported.parent / "out.partial").exists()
 
 
-def test_a_base_without_adapters_is_refused(main, run, tmp_path):
-    flags = (f"--run={run}", f"--out={tmp_path / 'out'}", "--base=x")
-    with pytest.raises(ValueError, match=r"^--base needs --adapters: without it all weights"):
-        main("export", *flags)
-
-
 def test_a_model_of_the_hub(exported, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(exported))
     defaults = cli.presets()["configs/grpo.py:tiny"]
@@ -276,6 +270,7 @@ MISTAKES = [
     ("export --run=RUN --out=RUN", "--out must be a new or an empty directory, RUN is there"),
     ("export --run=RUN --out=OUT --step=7", "no checkpoint of step 7, there are: "),
     ("export --run=RUN --out=OUT --step=x", "--step must be best, last or the number of a step"),
+    ("export --run=RUN --out=OUT --base=x", "--base needs --adapters: without it all weights are"),
     ("generate 1>", "one of the arguments --run --model is required"),
     ("generate --run=RUN b>", "the prompt must be text of the tokenizer: tokenizer.alphabet must"),
     ("generate --run=RUN 1> --temperature=-1", "evaluate.temperature must be 0 (greedy) or in"),

@@ -53,11 +53,7 @@ def test_nan_and_inf_stay_valid_json(tmp_path):
     with open_log(tmp_path) as log:
         log.write(1, 1, values)
     text = (tmp_path / "metrics.jsonl").read_text()
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    record = json.loads(text, parse_constant=refuse)
+    record = json.loads(text, parse_constant=pytest.fail)
     assert record["policy/kl"] is None
     assert record["nonfinite"] == {"policy/kl": "nan", "policy/loss": "-inf"}
     (back,) = read_metrics(tmp_path)

@@ -1,21 +1,14 @@
 """The table of a sweep: figures by hand on written records."""
 
 import csv
-import math
 
 import pytest
 from matplotlib.figure import Figure
 from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.runs import (
-    Series,
-    epoch_seconds,
-    read_run,
-    reward_limits,
-    seconds,
-    series,
-)
+from specrl_jax.telemetry.report_charts import reward_limits
+from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
@@ -30,14 +23,8 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
             records.append(record)
         records[-1]["reward/eval"] = rewards[epoch - 1]
-    blank = {
-        "epoch": 1,
-        "prefix_len": 0,
-        "by_function": {},
-        "reward": 0.5,
-        "failed": False,
-        "ended": True,
-    }
+    blank = {"epoch": 1, "prefix_len": 0, "by_function": {}, "reward": 0.5, "failed": False}
+    blank["ended"] = True
     blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
     blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps")}
     lines = [
@@ -101,9 +88,7 @@ def test_the_table(cases, tmp_path):
     with (tmp_path / "sweep.csv").open() as file:
         rows = [*csv.DictReader(file)]
     assert [row["case"] for row in rows] == ["plain", "fast"]
-    assert float(rows[0]["held-out reward, s.e."]) == pytest.approx(
-        0.2 / math.sqrt(2) / math.sqrt(2)
-    )
+    assert float(rows[0]["held-out reward, s.e."]) == pytest.approx(0.2 / 2)  # √2 · √2
 
 
 @pytest.mark.parametrize(
