@@ -30,7 +30,6 @@ BROKEN = {
 SPEED = {"curriculum.name": "speed"}
 DAPO = {"algorithm.dynamic_sampling": True}
 GUESS = {"environment.name": "guess"}
-KL = {"algorithm.kl_coef": 0.1}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
@@ -73,10 +72,6 @@ IMPOSSIBLE = [
     (SOLUTIONS | SPEED, "algorithm.solution_coef", "0 where curriculum.name is speed"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
     ({"reward.name": "exact+reasoning_gym"}, "reward.name", "is sort .reasoning_gym scores only"),
-    (KL | {"algorithm.kl_estimator": "k1"}, "algorithm.kl_estimator",
-     r"k1\+ where .*kl_coef is > 0 \(the gradient of k1 is 0 in expectation\)"),
-    (KL | {"algorithm.kl_estimator": "k3"}, "algorithm.kl_estimator",
-     r"k3\+ where .* \(the gradient of k3 is that of KL\(reference \|\| policy\)\)"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip
@@ -128,11 +123,6 @@ def test_impossible_combinations(changes, field, words):
     value = dict(flatten(small_runs.small_config(changes)))[field]
     rule = rf"{re.escape(field)} must be [^\n]*{words}[^\n]*, got {re.escape(repr(value))}"
     assert re.fullmatch(rule, _line(changes))
-
-
-@pytest.mark.parametrize("name", ["k2", "k1+", "k3+"])
-def test_estimators_of_the_kl_that_the_loss_takes(name):
-    validate(small_runs.small_config(KL | {"algorithm.kl_estimator": name}))
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"])
