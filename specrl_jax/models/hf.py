@@ -44,7 +44,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load(source: str) -> tuple[ModelConfig, HostParams]:
-    """Reads a policy from what `sources.resolve` finds: a directory or a `.gguf` file.
+    """Read a policy from what `inputs.resolve_source` finds: a directory or a `.gguf` file.
 
     Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
     names of `models/transformer.py`. At most one tensor is twice in memory. Raises ValueError, in
@@ -55,7 +55,7 @@ def load(source: str) -> tuple[ModelConfig, HostParams]:
 
 
 def load_config(source: str, field: str = "model.source") -> ModelConfig:
-    """The config alone of what `sources.resolve` finds; a directory needs no weights. As `load`.
+    """Read the config alone, as `load` does; a directory needs no weights.
 
     field: names the source in errors.
     """
@@ -77,7 +77,7 @@ def open_tensors(source: str, field: str) -> tuple[ModelConfig, Iterator[tuple[s
 
 
 def reads_images(source: str, field: str) -> bool:
-    """Return whether a model reads images too. field: names it in errors, which are `resolve`'s."""
+    """Return whether a model reads images too. field: names it in errors of `resolve_source`."""
     path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return False
@@ -93,7 +93,7 @@ def save(
     generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     path: The directory; made if absent. A model in it is replaced.
     config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
@@ -210,7 +210,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, _Tensor]:
-    """Every tensor of a file with this config, by name, layer by layer."""
+    """Return every tensor of a file with this config, by name, layer by layer."""
     tensors = {}
     for name, parameter in select(TOP, config).items():
         view = parameter.in_file_order(leaves[name])
@@ -233,7 +233,7 @@ def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> HostParams:
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a file with this config, by name."""
+    """Return the shape of every tensor of a file with this config, by name."""
     shapes = {p.file_name: p.file_shape(config) for p in select(TOP, config).values()}
     for layer in range(config.num_layers):
         for parameter in select(LAYER, config).values():
