@@ -211,7 +211,7 @@ def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def open_gguf(file: Path) -> Any:
-    """Return a reader of a file that takes a moment for a large vocabulary: gguf's takes a minute."""
+    """Return a reader that takes a moment for a large vocabulary: gguf's takes a minute."""
     from gguf import GGUFReader, GGUFValueType
 
     class FastReader(GGUFReader):
