@@ -4,9 +4,8 @@ At one position, with the draft from π_old and r = π / π_old, SPEC-RL's ratio
 
     b(y) = min(π_old(y), ℓ·π(y)) + d·π(y),    d = 1 − Σ min(π_old, ℓ·π)
 
-accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ this
-lies between π_old and π, for ℓ = 1 too, since the token after a rejection is not sampled from the
-residual.
+accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ, 1
+too, this lies between π_old and π: a token after a rejection is not sampled from the residual.
 """
 
 import functools

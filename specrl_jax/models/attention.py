@@ -278,8 +278,8 @@ def _flat_reference(
     ) -> Array:
         batch, queries, heads, head_dim = q_BTNH.shape
         groups = heads // own_heads
-        own_NK1 = (jnp.arange(heads)[:, None] // groups == jnp.arange(own_heads))[:, :, None]
-        q_BTNKH = jnp.where(own_NK1, q_BTNH[:, :, :, None], 0)
+        own_NK = jnp.arange(heads)[:, None] // groups == jnp.arange(own_heads)[None, :]
+        q_BTNKH = jnp.where(own_NK[:, :, None], q_BTNH[:, :, :, None], 0)
         q_BQC = q_BTNKH.reshape(batch, queries * heads, own_heads * head_dim)
         filled = q_BQC.shape[2]
         q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
@@ -289,7 +289,7 @@ def _flat_reference(
         weights = jax.nn.softmax(scores + bias_BQS, axis=-1)
         out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
         out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
-        return jnp.sum(jnp.where(own_NK1, out_BTNKH, 0), axis=3)
+        return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
 
     return on_shards(attend, q_BTNH, k_BSC, v_BSC, slots_BT, local, like=q_BTNH)
 

@@ -175,21 +175,20 @@ def attend_packed(
     softcap: float = 0.0,
 ) -> Array:
     """Compute `attention.attend_packed`, without window and cap, with its gradient."""
-    ends = () if ends_BT is None else (ends_BT,)
-    return on_shards(_packed, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
+    return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, ends_BT, like=q_BTNH)
 
 
-def _packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
-    if not ends:
+def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
+    if ends_BT is None:
         return _cudnn(q_BTNH, k_BTKH, v_BTKH, None)
     tokens = q_BTNH.shape[1]
     extra = tokens % 2  # cuDNN's backward pass with a mask takes even lengths alone
     pads = ((0, 0), (0, extra))
     padded = [jnp.pad(x, (*pads, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH)]
     # A padded token sees itself.
-    ends_BT = jnp.pad(ends[0], pads, constant_values=tokens + extra)
-    j = jnp.arange(tokens + extra)
-    i = j[:, None]
+    ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
+    j = jnp.arange(tokens + extra)[None, None, :]
+    i = j.swapaxes(1, 2)
     return _cudnn(*padded, (j <= i) & (i < ends_BT[:, None, :]))[:, :tokens]
 
 

@@ -4,9 +4,9 @@ At token y_i the head reads the policy's state that chose it, h_{i-1}, and its e
 
     x_i = U norm(h_{i-1}) + V norm(embed(y_i))        z_i = norm(layer(x_0 ... x_i))
 
-z_i stands for h_i, which the policy will compute: the policy's own output turns it into scores of
-y_{i+1}, and the head goes on from it in h_i's place. After EAGLE (arXiv 2401.15077) and the MTP
-module of DeepSeek-V3 (2412.19437, section 2.2). Embeddings and output are the policy's.
+z_i stands for h_i, which the policy will compute: the policy's output turns it into scores of
+y_{i+1}, and the head goes on from it. Embeddings and output are the policy's. After EAGLE (arXiv
+2401.15077) and the MTP module of DeepSeek-V3 (2412.19437, section 2.2).
 """
 
 import functools
@@ -58,10 +58,10 @@ class DraftHead(nnx.Module):
     ) -> tuple[Array, Layer]:
         """Return z [B, T, D] at T tokens, and the cache's layer with these tokens written.
 
-        states: the policy's, after its final norm, that chose the tokens; or the head's own in
-        their place. embedded: the tokens' embeddings. The others as of `Transformer`: the tokens
-        start in the cache's slots `start`, or they are packed tries, and keys and values
-        [B, T, K, H] take the place of the layer.
+        states: the policy's, after its final norm, that chose the tokens; or the head's own.
+        embedded: the tokens' embeddings. The others as of `Transformer`: the tokens start in the
+        cache's slots `start`, or they are packed tries, whose keys and values [B, T, K, H] are
+        given instead of the layer.
         """
         if start_B is not None:
             positions_BT = start_B[:, None] + jnp.arange(states_BTD.shape[1])[None, :]

@@ -1,16 +1,13 @@
 """Keys and values of past tokens: for each layer a pair of arrays, or one array of both.
 
-Rows are left-aligned: slot s of a row holds the key and value of its token at position s. The
-cache stores no lengths: the caller passes where to write (`start`), and queries see the slots up to
-their own position. To reject tokens is to write over them. Slots past a row's last token may hold
-any finite value.
+Rows are left-aligned: slot s holds the key and value of a row's token at position s. The caller
+passes where to write (`start`), and queries see the slots up to their own position: to reject
+tokens is to write over them. Slots past a row's last token may hold any finite value.
 
-The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
-values [B, K, S, H], as the products of attention read them. Kernels want one array, in which each
-head's keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU, where one kernel
-then writes both. On TPU heads whose size is no multiple of 128 lie side by side, [B, S, C]: the
-last two axes are stored in tiles, most of which [K, H] would leave empty. C is K H, rounded up to
-whole tiles on each shard; XLA would transpose an array of another size at every call.
+The platform decides the order of the axes, see `AXES`. Kernels want one array, in which each head's
+keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU. On TPU heads whose size is
+no multiple of 128 lie side by side, [B, S, C], C = K H rounded up to whole tiles on each shard:
+tiles of [K, H] would be mostly empty, and XLA would transpose other sizes at every call.
 """
 
 from collections.abc import Sequence
@@ -108,8 +105,10 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
         both = jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout)
         return (_transpose(both, "BSKH", *_axes(like)),)
     if is_flat(like):
-        return tuple(_flatten(x, like[0].shape[2]) for x in (k_BTKH, v_BTKH))
-    return tuple(_transpose(x, "BSKH", dims) for x, dims in zip((k_BTKH, v_BTKH), _axes(like)))
+        size = like[0].shape[2]
+        return _flatten(k_BTKH, size), _flatten(v_BTKH, size)
+    keys, values = _axes(like)
+    return _transpose(k_BTKH, "BSKH", keys), _transpose(v_BTKH, "BSKH", values)
 
 
 def _flatten(x_BTKH: Array, size: int) -> Array:

@@ -186,7 +186,7 @@ class LayerModule(nnx.Module):
 
 
 class Attention(LayerModule):
-    """Self-attention over a KV cache, or over this call's tokens: it gives their keys and values."""
+    """Self-attention over a KV cache, or over a call's tokens: it gives their keys and values."""
 
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
