@@ -1,4 +1,4 @@
-"""The mesh, and the table of logical axes to mesh axes.
+"""Mesh, and the table of logical axes to mesh axes.
 
 Every array of the package names its axes by the keys of this table. Weights have two layouts.
 `STORED` (master weights, optimizer state) also splits over "fsdp". `COMPUTE` splits over "tensor"
@@ -33,7 +33,7 @@ STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> jax.sharding.Mesh:
-    """Mesh ("data", "fsdp", "tensor") with explicit axis types; one size may be -1 (the rest).
+    """Make the mesh ("data", "fsdp", "tensor"), axes explicit; one size may be -1 (the rest).
 
     Raises ValueError if the product of the sizes is not the number of devices.
     """
@@ -58,28 +58,25 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def platform() -> str:
-    """The devices of the mesh in use: cpu, gpu or tpu; known while a program is traced, too.
-
-    Without a mesh those of the process.
-    """
+    """Return the devices of the mesh in use, or of the process: cpu, gpu or tpu; in traces too."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def axes(*dims: str | None, stored: bool = False) -> PartitionSpec:
-    """Partition of an array with these logical axes; None: an axis that is not split."""
+    """Return the partition of an array with these logical axes; None: an axis that is not split."""
     table = STORED if stored else COMPUTE
     return PartitionSpec(*(table[axis] for axis in dims))
 
 
 def shards(axis: str, stored: bool = False) -> int:
-    """Number of pieces that a logical axis is cut into on the mesh in use."""
+    """Return the number of pieces that a logical axis is cut into on the mesh in use."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[name] for name in mesh_axes(axis, stored))
 
 
 def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
-    """The axes of the mesh that a logical axis is cut over."""
+    """Return the axes of the mesh that a logical axis is cut over."""
     names = (STORED if stored else COMPUTE)[axis] or ()
     return (names,) if isinstance(names, str) else names
 
@@ -97,19 +94,19 @@ def eval_shape(function: Callable, *args):
 
 
 def put(array, *dims: str | None) -> jax.Array:
-    """Host array, equal in all processes → device array with these logical axes on the mesh."""
+    """Place a host array, equal in all processes, on the mesh with these logical axes."""
     if _shapes_only.get():
         return reshard(jnp.asarray(array), *dims)
     return put_as(np.asarray(array), axes(*dims))
 
 
 def put_as(array: np.ndarray, layout: PartitionSpec) -> jax.Array:
-    """Host array, equal in all processes → device array with this layout on the mesh."""
+    """Place a host array, equal in all processes, on the mesh in this layout."""
     return hosts.place(array, NamedSharding(jax.sharding.get_mesh(), layout))
 
 
 def reshard(array: jax.Array, *dims: str | None) -> jax.Array:
-    """The array in the compute layout `axes`; no operation if that is its layout already."""
+    """Move an array to the compute layout `axes`; no operation if that is its layout already."""
     return jax.sharding.reshard(array, axes(*dims))
 
 
@@ -143,7 +140,7 @@ def take_own_rows(tree, index: jax.Array):
 
 
 def reshape(array: jax.Array, shape: tuple[int, ...], *dims: str | None) -> jax.Array:
-    """jnp.reshape, whose result has these logical axes; XLA chooses them in `auto_axes`.
+    """Reshape an array; the result has these logical axes, which XLA chooses in `auto_axes`.
 
     A plain reshape loses the split of an axis of size 1.
     """

@@ -1,4 +1,4 @@
-"""The data that passes between modules.
+"""Data that passes between modules.
 
 `Example` and `Prompts` live on the host; `Drafts`, `Rollout` and `Batch` are pytrees of device
 arrays. Response arrays are [B, R]: column j is the j-th response token, whatever the length of its
@@ -23,15 +23,15 @@ class StatePart:
     """A part of the run's state: it saves, restores and describes itself."""
 
     def arrays(self) -> Any:
-        """The pytree of arrays that a checkpoint saves, and is read back like."""
+        """Return the pytree of arrays that a checkpoint saves, and is read back like."""
         return {}
 
     def host(self) -> Any:
-        """The rest of what a checkpoint saves, JSON-able."""
+        """Return the rest of what a checkpoint saves, JSON-able."""
         return {}
 
     def restore(self, host: Any, arrays: Any) -> "StatePart":
-        """The part as it was saved; may be `self`, changed."""
+        """Return the part as it was saved; may be `self`, changed."""
         raise NotImplementedError
 
 
@@ -51,12 +51,12 @@ class Example:
 
     @property
     def base_id(self) -> str:
-        """Id of the whole problem, of which this may be a part."""
+        """Return the id of the whole problem, of which this may be a part."""
         return self.prompt_id.partition("+")[0]
 
     @property
     def first_sample(self) -> int:
-        """Number of the first response that a part is for."""
+        """Return the number of the first response that a part is for."""
         return int(self.prompt_id.partition("+")[2] or 0)
 
 
@@ -73,7 +73,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """The draft store's drafts for a batch of B rows."""
+    """Drafts of the draft store for a batch of B rows."""
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft
@@ -157,7 +157,7 @@ class Rollout:
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Rollout":
-        """Responses of no tokens; k: likeliest tokens that are kept."""
+        """Return responses of no tokens; k: likeliest tokens that are kept."""
 
         def zeros(dtype, *rest: int) -> Array:
             dims = axes("batch", *(None,) * len(rest))
@@ -193,7 +193,7 @@ class PartialRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The input of one update: B rows of T = P + R slots, prompt and response contiguous."""
+    """Input of one update: B rows of T = P + R slots, prompt and response contiguous."""
 
     tokens: Array  # int32 [B, T], right-padded
     prompt_lens: Array  # int32 [B]
@@ -209,7 +209,7 @@ class Batch:
 
     @property
     def mask(self) -> Array:
-        """bool [B, R], the tokens that are trained on."""
+        """Return bool [B, R], the tokens that are trained on."""
         slots = self.old_logprobs.shape[1]
         inside = jnp.arange(slots)[None, :] < self.response_lens[:, None]
         return inside if self.forced is None else inside & ~self.forced

@@ -28,10 +28,13 @@ class AdvantageConfig:
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
-        algorithm = config.algorithm
-        critic = config.critic
-        by_group = algorithm.normalize_std, algorithm.leave_one_out
-        return cls(group_size, *by_group, critic.gamma, critic.gae_lambda)
+        return cls(
+            group_size=group_size,
+            normalize_std=config.algorithm.normalize_std,
+            leave_one_out=config.algorithm.leave_one_out,
+            gamma=config.critic.gamma,
+            gae_lambda=config.critic.gae_lambda,
+        )
 
 
 class Estimate(NamedTuple):
@@ -54,7 +57,7 @@ class Advantage:
 
 
 def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
-    """Advantage [B] of a response over the other responses to its prompt.
+    """Return the advantage [B] of a response over the other responses to its prompt.
 
         Aᵢ = (rᵢ − mean(r)) / (std(r) + ε)     GRPO, arXiv 2402.03300, section 4.1.2
         Aᵢ =  rᵢ − mean(r)                     Dr. GRPO, arXiv 2503.20783, section 3.2
@@ -85,7 +88,7 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
 
 
 def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
-    """Generalized advantage estimation over the tokens of responses (arXiv 1506.02438, eq. 16).
+    """Estimate generalized advantages of responses' tokens (arXiv 1506.02438, eq. 16).
 
         δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ)        rₜ: the response's reward at its last token, else 0
         Aₜ = δₜ + γλ·Aₜ₊₁                  V and A after the last token: 0
@@ -123,7 +126,7 @@ def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> 
 
 
 def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
-    """Advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside.
+    """Return advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside.
 
     Differs from verl: the variance is Σ(A − mean)² / n; verl divides by n − 1.
     """
@@ -174,7 +177,7 @@ def has_critic(kind: str) -> bool:
 
 
 def choose_advantage(config) -> Advantage:
-    """The advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
+    """Return the advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
 
     Raises ValueError where the advantage needs a critic and there is none, or the other way round.
     """
@@ -192,7 +195,7 @@ def choose_advantage(config) -> Advantage:
 
 
 def overlong_penalty(lens: Array, max_len: int, buffer: int) -> Array:
-    """Penalty [B] in [0, 1] for a response's length (DAPO, arXiv 2503.14476, eq. 13, negated).
+    """Return the penalty [B] in [0, 1] of a length (DAPO, arXiv 2503.14476, eq. 13, negated).
 
     0 up to max_len − buffer tokens, then rising evenly to 1 at `max_len`. Worked row, max_len 10,
     buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.

@@ -1,12 +1,11 @@
 """Training of the draft head beside the policy: it learns to say what the policy will say.
 
-The states that an update computes anyway are its inputs and its targets. At token y_i the policy
-says p of the next token; the head says q, from y_i and the state that chose it. The loss is
+Its inputs and targets are states that an update computes anyway. At token y_i the policy says p of
+the next token; the head says q, from y_i and the state that chose it. The loss is
 λ KL(p ‖ q) + (1 - λ) TV(p, q), λ = exp(-3 α), with the overlap α = Σ min(p, q) of the update before
 (arXiv 2602.23881): where they agree little KL leads, then TV, on which acceptance depends. With a
-depth of two the head also says q from its own state in the place of the policy's, as the second
-token of a draft is guessed, and so on; keys and values are then of its own states too. No gradient
-flows into the policy.
+depth of two the head also says q from its own state instead of the policy's, as it guesses the
+second token of a draft, and so on. No gradient flows into the policy.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ def head_gradients(
     mask_nR: Array,
     token_count: Array,
 ) -> tuple[Params, dict[str, Array]]:
-    """Gradients of the head's parameters on one micro-batch, and float32 sums: `head_loss`,
+    """Return gradients of the head's parameters on one micro-batch, and float32 sums: `head_loss`,
     `head_overlap` and `head_tokens`.
 
     hidden: the policy's states of the sequences. nodes: slot of each token of the rows. mask: bool,
@@ -51,7 +50,6 @@ def head_gradients(
     """
     model = Transformer(update_spec.model, policy)
     embedded_mTD = model.lookup(sequences.tokens)
-    places = {"positions_BT": sequences.depths, "ends_BT": sequences.ends}
     rows_VD = compute_head(model.head, update_spec.model.dtype)
     if vocab := update_spec.draft_head.vocab:
         _, rows_VD = take_frequent(rows_VD, head.counts, vocab)
@@ -63,13 +61,16 @@ def head_gradients(
         states_mTD = hidden_mTD
         for _ in weights:
             before = take_slots(states_mTD, sequences.parents)
-            states_mTD, _ = own_head(before, embedded_mTD, **places)
+            states_mTD, _ = own_head(
+                before, embedded_mTD, positions_BT=sequences.depths, ends_BT=sequences.ends
+            )
             guessed.append(states_mTD)
         distances = _distances(update_spec, rows_VD, hidden_mTD, guessed)
         # A token was chosen in the state of its parent.
-        of_tokens = jax.tree.map(lambda x: take_slots(x, sequences.parents), distances)
-        of_rows = read_nodes(of_tokens, nodes_nR)
-        kl, tv = (jnp.stack([jnp.sum(x, where=mask_nR) for x in part]) for part in zip(*of_rows))
+        distances = jax.tree.map(lambda x: take_slots(x, sequences.parents), distances)
+        sums = [jnp.sum(x, where=mask_nR) for x in jax.tree.leaves(read_nodes(distances, nodes_nR))]
+        kl = jnp.stack(sums[::2])
+        tv = jnp.stack(sums[1::2])
         total = jnp.mean(weights * kl + (1 - weights) * tv) / jnp.maximum(token_count, 1)
         tokens = jnp.sum(mask_nR, dtype=jnp.float32)
         return total, {"head_loss": total, "head_overlap": tokens - tv, "head_tokens": tokens}
@@ -80,7 +81,7 @@ def head_gradients(
 def _distances(
     update_spec: UpdateSpec, rows_VD: Array, hidden_mTD: Array, guessed: list[Array]
 ) -> list[tuple[Array, Array]]:
-    """KL(p ‖ q) in nats and TV(p, q) at each slot, [m, T]; p by `hidden`, q by each of `guessed`.
+    """Return KL(p ‖ q) in nats and TV(p, q) at each slot, [m, T]; p by `hidden`, q by `guessed`.
 
     rows: of the policy's output. Where they are not all, p and q are distributions over these.
     """
@@ -92,7 +93,7 @@ def _distances(
         logits = final_logits(head_logits(states, rows_VD), config)
         return jax.nn.log_softmax(logits / update_spec.temperature)
 
-    def of_chunk(nothing: None, chunk: tuple[Array, list[Array]]) -> tuple[None, list]:
+    def compare(nothing: None, chunk: tuple[Array, list[Array]]) -> tuple[None, list]:
         hidden, guessed = chunk
         log_p = log_probs(hidden)
         p = jnp.exp(log_p)
@@ -106,15 +107,15 @@ def _distances(
 
     every = (hidden_mTD, guessed)
     if hidden_mTD.shape[1] <= update_spec.logits_chunk:
-        return of_chunk(None, every)[1]
+        return compare(None, every)[1]
     # One chunk's logits at a time are in memory, in the backward pass too.
-    return scan_chunks(jax.checkpoint(of_chunk), None, every, update_spec.logits_chunk)[1]
+    return scan_chunks(jax.checkpoint(compare), None, every, update_spec.logits_chunk)[1]
 
 
 def apply_gradients(
     update_spec: UpdateSpec, head: DraftHeadState, grads: Params, sums: dict[str, Array]
 ) -> DraftHeadState:
-    """The head after an update. sums: of `head_gradients`, added over micro-batches."""
+    """Return the head after an update. sums: of `head_gradients`, added over micro-batches."""
     optimizer = update_spec.draft_head.optimizer
     updates, opt_state = optimizer.update(grads, head.opt_state, head.params)
     overlap = sums["head_overlap"] / jnp.maximum(sums["head_tokens"], 1)
@@ -129,6 +130,6 @@ def apply_gradients(
 @jax.jit
 def count_tokens(counts: Array, tokens_BR: Array, mask_BR: Array) -> Array:
     """Add the tokens that `mask` marks to `counts` int32 [V]."""
-    places = jnp.where(mask_BR, tokens_BR, counts.shape[0])  # the others are dropped
-    places = jax.sharding.reshard(places, jax.P(None, None))
-    return counts.at[places.reshape(-1)].add(1, mode="drop")
+    ids = jnp.where(mask_BR, tokens_BR, counts.shape[0])  # the others are dropped
+    ids = jax.sharding.reshard(ids, jax.P(None, None))
+    return counts.at[ids.reshape(-1)].add(1, mode="drop")

@@ -1,4 +1,4 @@
-"""The losses of policy and critic: objective, KL to a reference, entropy, mean over tokens.
+"""Losses of policy and critic: objective, KL to a reference, entropy, mean over tokens.
 
 Pure functions of arrays [B, R]: B responses, R slots, float32 nats, with a bool mask that holds on
 the policy's tokens (the end of sequence included). Follows GRPO (arXiv 2402.03300, eq. 3 and 4)
@@ -35,7 +35,7 @@ class LossConfig:
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
     kl_coef: float = 0.0  # β, weight of the KL
-    kl_estimator: str = "k3+"  # key of KL_ESTIMATORS, none of REPORTED_KL
+    kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
     solution_coef: float = 0.0  # weight of a solution's log-likelihood
     max_response_len: int  # tokens, >= 1
@@ -51,7 +51,7 @@ def _exp(log_ratio: Array) -> Array:
 def clipped_surrogate(
     log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig
 ) -> tuple[Array, Array]:
-    """PPO's clipped objective as a loss per token, and where a clip binds.
+    """Return PPO's clipped objective as a loss per token, and where a clip binds.
 
         r = π(y) / π_old(y)
         loss = −min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A)       PPO, arXiv 1707.06347, eq. 7
@@ -69,7 +69,8 @@ def clipped_surrogate(
     constant, so that it has no gradient.
     """
     ratio = _exp(log_ratio)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     clipped_ratio = jnp.clip(ratio, low, high)
     loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
     negative = advantages < 0
@@ -83,7 +84,7 @@ def clipped_surrogate(
 def clipped_weight(
     log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig
 ) -> tuple[Array, Array]:
-    """CISPO's objective as a loss per token (arXiv 2506.13585, eq. 4 and 5).
+    """Return CISPO's objective as a loss per token (arXiv 2506.13585, eq. 4 and 5).
 
         loss = −sg(clip(r, 1 − ε_low, 1 + ε_high))·A·log π(y),   sg: no gradient through it
 
@@ -95,7 +96,8 @@ def clipped_weight(
     returned says that the weight was clipped.
     """
     ratio = _exp(log_ratio)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
     return -weight * advantages * logprobs, (ratio < low) | (ratio > high)
 
@@ -108,12 +110,12 @@ OBJECTIVES: dict[str, Objective] = {"clip": clipped_surrogate, "cispo": clipped_
 
 
 def token_ratio(log_ratio: Array, mask: Array) -> Array:
-    """log r [B, R] of each token, log π(yₜ) − log π_old(yₜ): PPO, GRPO."""
+    """Return log r [B, R] of each token, log π(yₜ) − log π_old(yₜ): PPO, GRPO."""
     return log_ratio
 
 
 def sequence_ratio(log_ratio: Array, mask: Array) -> Array:
-    """log s [B, R] of each response, for its tokens: GSPO-token (arXiv 2507.18071, eq. 13, 14).
+    """Return log s [B, R] of each token's response: GSPO-token (arXiv 2507.18071, eq. 13, 14).
 
         log sᵢ   = mean over the response of log π(yₜ) − log π_old(yₜ)
         log sᵢ,ₜ = sg(log sᵢ) + log π(yₜ) − sg(log π(yₜ)),      sg: no gradient through it
@@ -123,8 +125,8 @@ def sequence_ratio(log_ratio: Array, mask: Array) -> Array:
     the gradient is that of GSPO (eq. 5). Worked row, log-ratios 0.2 and 0.4, advantages 1 and −3,
     nothing clipped: s = e^0.3 = 1.35, gradients of the losses −1.35 and 4.05.
     """
-    mean = jnp.broadcast_to(masked_mean(log_ratio, mask, axis=-1)[:, None], log_ratio.shape)
     no_gradient = jax.lax.stop_gradient
+    mean = jnp.broadcast_to(masked_mean(log_ratio, mask, axis=-1)[:, None], log_ratio.shape)
     return no_gradient(mean) + (log_ratio - no_gradient(log_ratio))
 
 
@@ -139,82 +141,55 @@ RATIOS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def k1(log_ratio: Array) -> Array:
-    """Return −d: unbiased, may be negative. Its gradient is 0 in expectation."""
+    """Return −d: unbiased, may be negative."""
     return -log_ratio
 
 
 def k2(log_ratio: Array) -> Array:
-    """Return d² / 2: biased, but its gradient is that of KL(π ‖ π_ref) in expectation."""
+    """Return d² / 2: biased, never negative."""
     return jnp.square(log_ratio) / 2
 
 
 def k3(log_ratio: Array) -> Array:
     """Return eᵈ − d − 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4).
 
-    Its gradient is that of the other divergence, KL(π_ref ‖ π), in expectation.
     Differs from verl: the estimate is not clamped; verl clamps it to ±10.
     """
     bounded = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.exp(bounded) - bounded - 1
 
 
-def k1_plus(log_ratio: Array) -> Array:
-    """Return k1 with the gradient of k2: k1 and its score term, less ∇log π, of mean 0."""
-    return _with_score(k1(log_ratio), log_ratio)
-
-
-def k3_plus(log_ratio: Array) -> Array:
-    """Return k3 with the gradient of k2, which is that of k3 and its score term sg(k3)·log π."""
-    return _with_score(k3(log_ratio), log_ratio)
-
-
-def _with_score(estimate: Array, log_ratio: Array) -> Array:
-    """Return `estimate` with the gradient of k2; the second term is 0."""
-    no_gradient = jax.lax.stop_gradient
-    fixed = no_gradient(log_ratio)
-    return no_gradient(estimate) + fixed * (log_ratio - fixed)
-
-
 # Estimates of KL(π ‖ π_ref) in nats from one token y ~ π, of d = log π_ref(y) − log π(y) [B, R].
-# Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html; the score
-# terms and "+" as in verl. Worked row, π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693,
-# k2 = 0.240, k3 = 0.193; the gradient of k2, k1+ and k3+ by log π(y) is −d = 0.693.
-KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "k1+": k1_plus,
-    "k3+": k3_plus,
-}
-# Estimators that are for reports alone → their gradient, in place of that of KL(π ‖ π_ref), and the
-# estimator with their value and the right gradient.
-REPORTED_KL = {"k1": ("0 in expectation", "k1+"), "k3": ("that of KL(reference || policy)", "k3+")}
+# Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Worked row,
+# π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193. Alone, k1 has the
+# gradient 0 in expectation, and k3 that of KL(π_ref ‖ π). "+" says that the loss adds their score
+# terms, as in verl: `kl_penalty` gives each estimate the same gradient.
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k3+": k3, "k1+": k1, "k2": k2}
 
 
 def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> Array:
-    """Return the KL penalty [B, R] of each token y, sg(r)·k, with r = π(y) / π_old(y).
+    """Return the KL penalty [B, R] of each token y: r·k, with the gradient −r·d·∇log π(y).
 
-    Over y ~ π_old the weight r makes its mean, for k1+ and k3+, KL(π ‖ π_ref), and its gradient
-    that of KL(π ‖ π_ref), in the first update of a step and in all later ones. For tokens that are
-    not from π_old this holds with the importance weights of the batch, as far as they are exact,
-    and not with top-k or top-p. No clip binds it. Contexts count as they were sampled: what a token
-    does to the KL of later tokens has no gradient, as in GRPO. r·k3 with the gradient through r is
-    the same (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). Differs from verl and GRPO, which leave r
-    out: there the gradient is right in the first update alone.
+    r = π(y) / π_old(y) weighs tokens of an older policy. Over y ~ π_old the mean of the gradient is
+    that of KL(π ‖ π_ref), in every update of a step, and the mean of the value is KL(π ‖ π_ref) for
+    k1 and k3. Tokens that are not from π_old need the batch's importance weights, and with top-k or
+    top-p it does not hold. No clip binds the penalty. Contexts count as they were sampled: what a
+    token does to the KL of later tokens has no gradient, as in GRPO. r·k3 with the gradient through
+    r is the same (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). Differs from verl and GRPO, which leave
+    r out: there the gradient is right in the first update alone.
 
     estimator: key of KL_ESTIMATORS.
     ref_log_ratio: d = log π_ref(y) − log π(y) [B, R]; carries the gradient.
     token_log_ratio: log r [B, R].
     """
-    ratio = jax.lax.stop_gradient(_exp(token_log_ratio))
-    return ratio * KL_ESTIMATORS[estimator](ref_log_ratio)
+    no_gradient = jax.lax.stop_gradient
+    value = no_gradient(KL_ESTIMATORS[estimator](ref_log_ratio))
+    fixed = no_gradient(ref_log_ratio)
+    with_gradient = value + fixed * (ref_log_ratio - fixed)  # adds 0
+    return no_gradient(_exp(token_log_ratio)) * with_gradient
 
 
 # Aggregation --------------------------------------------------------------------------------
-
-
-def _count_tokens(mask: Array) -> Array:
-    return jnp.sum(mask, dtype=jnp.int32)
 
 
 def _count_rows(mask: Array) -> Array:
@@ -231,7 +206,7 @@ class Aggregation:
     def mean(
         self, per_token: Array, mask: Array, max_len: int, normalizer: Array | None = None
     ) -> Array:
-        """Scalar; 0 where there are no tokens.
+        """Return the mean, a scalar; 0 where there are no tokens.
 
         per_token: [B, R]; may hold anything outside the mask.
         mask: bool [B, R].
@@ -242,7 +217,10 @@ class Aggregation:
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
 
 
-TOKEN_MEAN = Aggregation(lambda x, mask, _: jnp.sum(x, where=mask), _count_tokens)
+TOKEN_MEAN = Aggregation(
+    sum=lambda x, mask, _: jnp.sum(x, where=mask),
+    count=lambda mask: jnp.sum(mask, dtype=jnp.int32),
+)
 AGGREGATIONS: dict[str, Aggregation] = {
     # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
     "token": TOKEN_MEAN,
@@ -263,7 +241,7 @@ def policy_loss(
     config: LossConfig,
     normalizer: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a micro-batch, and sums from which exact mini-batch metrics are made.
+    """Return the loss of a micro-batch, and sums from which exact mini-batch metrics are made.
 
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
@@ -282,10 +260,10 @@ def policy_loss(
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
-    logprobs, entropy, old_logprobs, advantages = (
-        jnp.where(mask, x, 0) for x in (logprobs, entropy, batch.old_logprobs, batch.advantages)
-    )
-    token_log_ratio = logprobs - old_logprobs
+    logprobs = jnp.where(mask, logprobs, 0)
+    entropy = jnp.where(mask, entropy, 0)
+    advantages = jnp.where(mask, batch.advantages, 0)
+    token_log_ratio = logprobs - jnp.where(mask, batch.old_logprobs, 0)
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
     per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
     values = {
@@ -319,7 +297,7 @@ def policy_loss(
 
 
 def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
-    """Means per token, by metric name, from `policy_loss`'s sums added over micro-batches.
+    """Return means per token, by metric name, from `policy_loss`'s sums added over micro-batches.
 
     `logprob_gap` is left out: its mean is the metric `policy/rollout_train_logprob_gap` only in
     the first update of a step, where the weights are still the rollout's.
@@ -332,7 +310,7 @@ def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
 def value_loss(
     values: Array, batch: Batch, clip: float, normalizer: Array | None = None
 ) -> tuple[Array, dict[str, Array]]:
-    """The critic's loss, a mean over tokens, and sums for its metrics.
+    """Return the critic's loss, a mean over tokens, and sums for its metrics.
 
         loss = max((V − R)², (clip(V, V_old ± c) − R)²) / 2          arXiv 2005.12729, section 3
 
@@ -350,7 +328,9 @@ def value_loss(
     add up) and `critic_clipped`, tokens whose loss the clip holds constant.
     """
     mask = batch.mask
-    values, old, returns = (jnp.where(mask, x, 0) for x in (values, batch.values, batch.returns))
+    values = jnp.where(mask, values, 0)
+    old = jnp.where(mask, batch.values, 0)
+    returns = jnp.where(mask, batch.returns, 0)
     error = jnp.square(values - returns)
     clipped = jnp.zeros_like(mask)
     if clip:

@@ -8,7 +8,7 @@ from jax import Array
 
 
 def masked_mean(values: Array, mask: Array, axis: int | None = None) -> Array:
-    """Mean of `values` where `mask` holds; 0 (not 0/0) where it holds nowhere.
+    """Return the mean of `values` where `mask` holds; 0 (not 0/0) where it holds nowhere.
 
     values: Any shape. What lies under a false mask may be anything, nan and inf included: it
         reaches neither the mean nor the gradient with respect to `values`.

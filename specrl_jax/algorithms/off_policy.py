@@ -4,9 +4,8 @@ At one position, with the draft from π_old and r = π / π_old, SPEC-RL's ratio
 
     b(y) = min(π_old(y), ℓ·π(y)) + d·π(y),    d = 1 − Σ min(π_old, ℓ·π)
 
-accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ this
-lies between π_old and π, for ℓ = 1 too, since the token after a rejection is not sampled from the
-residual.
+accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ, 1
+too, this lies between π_old and π: a token after a rejection is not sampled from the residual.
 """
 
 import functools
@@ -27,8 +26,8 @@ WeightFunction = Callable[[Array, Array, Array], Array]
 ShareFunction = Callable[[Array, Array], Array]
 
 
-def accepted_mask(rollout: Rollout) -> Array:
-    """bool [B, R], tokens accepted from earlier responses."""
+def _accepted_mask(rollout: Rollout) -> Array:
+    """Return bool [B, R], tokens accepted from earlier responses."""
     inside = jnp.arange(rollout.tokens.shape[1])[None, :] < rollout.lens[:, None]
     return inside & (rollout.sources == Source.REUSED)
 
@@ -39,7 +38,7 @@ def measure(
     rejected_mass: float,
     lenient_share: ShareFunction | None,
 ) -> dict[str, float]:
-    """The `reuse/*` metrics of a rollout; none where no token was accepted.
+    """Return the `reuse/*` metrics of a rollout; none where no token was accepted.
 
     rejected_mass: from `estimate_rejected_mass`.
     lenient_share: of the acceptance rule in force; without one there is no
@@ -56,7 +55,7 @@ def measure(
 def _measure(
     rollout: Rollout, log_lenience: Array, lenient_share: ShareFunction | None
 ) -> dict[str, Array]:
-    mask = accepted_mask(rollout)
+    mask = _accepted_mask(rollout)
     log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
     # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Accepted tokens are distributed as
     # min(π_old, ℓπ) instead.
@@ -77,7 +76,7 @@ def _measure(
 
 
 def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> float:
-    """d, the mean chance of a rejection at a verified position: rejections / verified positions.
+    """Return d, the mean chance of a rejection: rejections / verified positions.
 
     prefix_lens, draft_lens: int [B], tokens accepted and drafted.
     """
@@ -89,7 +88,7 @@ def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> f
 def importance_weights(
     rollout: Rollout, log_lenience: Array, rejected_mass: Array, weight: WeightFunction | None
 ) -> Array:
-    """float32 [B, R] >= 0, which turn means over emitted tokens into means under π.
+    """Return weights float32 [B, R] >= 0, which turn means over emitted tokens into means under π.
 
         accepted by ratio      (1 − d)·max(r, 1/ℓ)
         accepted at random     r
@@ -108,4 +107,4 @@ def importance_weights(
         return jnp.ones_like(rollout.sampling_logprobs)
     log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
     weights = weight(log_ratio, log_lenience, rejected_mass)
-    return jnp.where(accepted_mask(rollout), weights, 1.0)
+    return jnp.where(_accepted_mask(rollout), weights, 1.0)

@@ -1,4 +1,4 @@
-"""The model on packed rows: log-probs, entropies and values of their tokens.
+"""Model on packed rows: log-probs, entropies and values of their tokens.
 
 Rows are packed on the host (`pack_rows`), cut into micro-batches of sequences, and computed one
 micro-batch after another. The state of a token's parent predicts the token. What the model says
@@ -50,13 +50,16 @@ class PackedRows:
 def pack_rows(
     update_spec: UpdateSpec, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
 ) -> PackedRows:
-    """Packs the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
+    """Pack the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
 
     included: bool [n], the rows to compute; None: all.
     """
-    host = hosts.fetch((batch.tokens, batch.prompt_lens, batch.response_lens))
-    tokens, prompt_lens, response_lens = (x[rows] for x in host)
-    lens = prompt_lens + response_lens
+    tokens, prompt_lens, response_lens = hosts.fetch(
+        (batch.tokens, batch.prompt_lens, batch.response_lens)
+    )
+    tokens = tokens[rows]
+    prompt_lens = prompt_lens[rows]
+    lens = prompt_lens + response_lens[rows]
     if included is not None:
         lens = np.where(included, lens, 0)
     packing = PACKINGS[update_spec.packing]
@@ -70,8 +73,7 @@ def pack_rows(
     size = at_once // row_count
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
-    shape = -(-len(rows) // size), size, length
-
+    shape = (-(-len(rows) // size), size, length)
     sequences = sequences.padded(shape[0] * size)
     columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
     nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
@@ -104,10 +106,10 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
 def score(
     update_spec: UpdateSpec, params: Params, critic: Params | None, sequences: Sequences
 ) -> tuple[TokenLogprobs, Array]:
-    """One pass of the policy over a micro-batch, and one of a critic with its own decoder.
+    """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
-    Gives [m, T]: at each slot what is said of its token, in the state of its parent; and the
-    policy's states [m, T, D].
+    Returns [m, T], what the parent's state says of each slot's token; and the policy's states
+    [m, T, D].
     """
     model = Transformer(update_spec.model, params)
     states_mTD = _states(model, sequences)
@@ -127,8 +129,7 @@ def score(
 
 
 def read_nodes(scores: Any, nodes_nR: Array) -> Any:
-    """Scores [n, R] of rows from a pytree of those of slots [..., T]; 0 where a node is not among
-    the slots."""
+    """Return scores [n, R] of rows from a pytree of slots' [..., T]; 0 where a node has no slot."""
 
     def read(x: Array) -> Array:
         flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
@@ -141,7 +142,7 @@ def read_nodes(scores: Any, nodes_nR: Array) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def logprobs(update_spec: UpdateSpec, params: Params, packed: PackedRows) -> Array:
-    """Log-probs [n, R] of packed rows (reference, old policy)."""
+    """Return log-probs [n, R] of packed rows (reference, old policy)."""
     return _map_micro_batches(
         lambda part: score(update_spec, params, None, part)[0].logprobs, packed
     )
@@ -154,19 +155,21 @@ def critic_values(
     packed: PackedRows,
     frozen: Params | None = None,
 ) -> Array:
-    """The critic's values [n, R] of packed rows. frozen: as in `update.update`."""
-    weights = adapted(update_spec.model, state.params, frozen), state.critic
-    return _map_micro_batches(lambda part: score(update_spec, *weights, part)[0].values, packed)
+    """Return the critic's values [n, R] of packed rows. frozen: as in `update.update`."""
+    policy = adapted(update_spec.model, state.params, frozen)
+    return _map_micro_batches(
+        lambda part: score(update_spec, policy, state.critic, part)[0].values, packed
+    )
 
 
 @jax.jit
 def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
-    """Mean |old_logprobs - logprobs| over the response tokens, nats."""
+    """Return the mean |old_logprobs - logprobs| over the response tokens, nats."""
     return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
 def _states(model: Transformer, sequences: Sequences) -> Array:
-    """Hidden states [m, T, D] of the slots. A token is chosen in that of its parent."""
+    """Return hidden states [m, T, D] of the slots. A token is chosen in that of its parent."""
     return model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)[0]
 
 

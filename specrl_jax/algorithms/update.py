@@ -1,4 +1,4 @@
-"""The optimizer step: scores under the current weights → losses → gradients → AdamW.
+"""Optimizer step: scores under the current weights → losses → gradients → AdamW.
 
 A mini-batch is a set of packed rows of the step's `Batch`. The gradients of its micro-batches are
 added, so that the result does not depend on how it is cut.
@@ -71,7 +71,7 @@ def update(
     *,
     policy_frozen: bool = False,
 ) -> tuple[PolicyState, Sums]:
-    """One optimizer step on the packed rows of a batch, the mini-batch.
+    """Take one optimizer step on the packed rows of a batch, the mini-batch.
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
@@ -118,7 +118,7 @@ def update(
 
 
 def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
-    """The global norm of the weights, and the sum of the largest of each of the moments.
+    """Return the global norm of the weights, and the sum of the largest of each of the moments.
 
     Not finite where an element is not, or where the squares of weights exceed float32.
     """
@@ -134,7 +134,7 @@ def _gradients(
     packed: PackedRows,
     frozen: Params | None,
 ) -> tuple[Weights, Sums]:
-    """Gradients and sums of a mini-batch, added over its micro-batches."""
+    """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
     weights = (state.params, state.critic)
     policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
@@ -158,31 +158,31 @@ def _gradients(
             sums = sums | critic_sums
         return total, (sums, states)
 
-    def of_micro_batch(index: Array) -> tuple[Weights, Sums]:
+    def differentiate(index: Array) -> tuple[Weights, Sums]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
         # A row lies in one sequence. Of the others, no token counts.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
         part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
-        gradient = jax.value_and_grad(loss, has_aux=True)
-        (_, (sums, states)), grads = gradient(weights, part, sequences, nodes)
+        grads, (sums, states) = jax.grad(loss, has_aux=True)(weights, part, sequences, nodes)
         if head is None:
             return (*grads, None), sums
         policy = adapted(update_spec.model, state.params, frozen)
-        inputs = (sequences, states, nodes, part.mask, computed_count)
-        head_grads, head_sums = head_gradients(update_spec, head, policy, *inputs)
+        head_grads, head_sums = head_gradients(
+            update_spec, head, policy, sequences, states, nodes, part.mask, computed_count
+        )
         return (*grads, head_grads), sums | head_sums
 
     def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:
-        return jax.tree.map(jnp.add, total, of_micro_batch(index))
+        return jax.tree.map(jnp.add, total, differentiate(index))
 
-    _, shapes = jax.eval_shape(lambda: of_micro_batch(jnp.int32(0)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    start = (jax.tree.map(jnp.zeros_like, (*weights, head and head.params)), zeros)
-    return jax.lax.fori_loop(0, packed.count, accumulate, start)
+    _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))
+    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zero_grads = jax.tree.map(jnp.zeros_like, (*weights, head and head.params))
+    return jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
 
 
 def _apply(optimizer: optax.GradientTransformation, grads, params: Params, opt_state):
-    """The new parameters and optimizer state."""
+    """Return the new parameters and optimizer state."""
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

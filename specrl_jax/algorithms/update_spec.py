@@ -1,7 +1,6 @@
 """Settings of the update (`UpdateSpec`), what it changes (`PolicyState`), and its optimizer."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from specrl_jax.sharding import axes, reshard, shards
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftHeadState:
-    """The draft head and what it is trained by."""
+    """Draft head, with what its training keeps."""
 
     params: Params  # float32, stored layout
     opt_state: Any
@@ -42,7 +41,7 @@ class PolicyState:
 
     @classmethod
     def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "PolicyState":
-        """The state of a policy alone, before its first update."""
+        """Return the state of a policy alone, before its first update."""
         return cls(params, jax.jit(optimizer.init)(params))
 
 
@@ -84,19 +83,17 @@ class UpdateSpec:
 def make_update_spec(
     config, model: ModelConfig, schedule: optax.Schedule, has_draft_head: bool = False
 ) -> UpdateSpec:
-    """The update that `config.algorithm`, `config.updates` and `config.critic` ask for.
+    """Return the update that `config.algorithm`, `config.updates` and `config.critic` ask for.
 
     has_draft_head: the rollout drafts by a learned head. Raises ValueError in one line where the
     model or the mesh does not allow its settings.
     """
     fields = [field.name for field in dataclasses.fields(LossConfig)]
     fields.remove("max_response_len")
+    loss = {name: config.algorithm[name] for name in fields}
     return UpdateSpec(
         model=model,
-        loss=LossConfig(
-            **{name: config.algorithm[name] for name in fields},
-            max_response_len=config.rollout.response_len,
-        ),
+        loss=LossConfig(**loss, max_response_len=config.rollout.response_len),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.rollout.logits_chunk,
@@ -140,7 +137,7 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
 
 
 def make_schedule(settings, total_updates: int) -> optax.Schedule:
-    """Learning rate by optimizer step of the policy, from `config.updates`."""
+    """Return the learning rate by optimizer step of the policy, from `config.updates`."""
     peak = settings.learning_rate
     ramp_steps = settings.schedule_warmup
     after = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
@@ -154,7 +151,7 @@ def _ramp(peak: float, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (arXiv 1711.05101), from `config.updates`."""
+    """Return clipping by global norm, then AdamW (arXiv 1711.05101), from `config.updates`."""
     clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
     adamw = optax.adamw(
         schedule,
@@ -199,11 +196,9 @@ def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
     counts = None
     if settings.vocab:
         # Tokens that are never sampled come after all others.
-        unused = functools.reduce(
-            lambda counts, ids: counts.at[slice(*ids)].set(-1),
-            model.unused_ids,
-            jnp.zeros(model.vocab_size, jnp.int32),
-        )
-        counts = reshard(unused, None)
+        counts = jnp.zeros(model.vocab_size, jnp.int32)
+        for first, stop in model.unused_ids:
+            counts = counts.at[first:stop].set(-1)
+        counts = reshard(counts, None)
     overlap = jnp.zeros(settings.depth, jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

@@ -169,13 +169,6 @@ def _sizes(config: ConfigDict) -> Iterator[Check]:
     yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0
 
 
-def _penalty(config: ConfigDict) -> Iterator[Check]:
-    name = config.algorithm.kl_estimator
-    gradient, instead = table("algorithms.losses:REPORTED_KL").get(name, ("", ""))
-    rule = f"{instead} where algorithm.kl_coef is > 0 (the gradient of {name} is {gradient})"
-    yield "algorithm.kl_estimator", rule, not (instead and config.algorithm.kl_coef)
-
-
 RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
@@ -186,5 +179,4 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _solutions,
     _sizes,
     _adapters,
-    _penalty,
 )

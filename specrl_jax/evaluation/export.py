@@ -16,7 +16,7 @@ from specrl_jax.config import flatten
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import reason, user_path
 from specrl_jax.models import hf
-from specrl_jax.models.difference import Source, compare
+from specrl_jax.models.difference import compare
 from specrl_jax.models.transformer import param_count
 from specrl_jax.telemetry.metrics import read_metrics
 
@@ -101,7 +101,7 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
 def _compare_base(policy: SavedPolicy, base: str) -> str:
     """Return in one line how far the weights of `base` are from those that adapters belong to."""
     source = policy.config.model.source
-    gap = compare(Source(source, "model.source"), Source(base, "--base"), *policy.adapters)
+    gap = compare(source, base, *policy.adapters)
     if not gap.tensor:
         return f"base: {base} has the weights of {source}, on which the adapters were trained"
     differs = f"{base} differs from {source} by {_percent(gap.relative)} of the weights' norm"

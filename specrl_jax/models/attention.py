@@ -1,9 +1,8 @@
 """Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
 
-`attend` and `attend_packed` are what layers call. The plain reference below runs everywhere.
-Kernels of libraries take the same arguments; `attention_tpu` and `attention_gpu` hold them.
-`choose_kernels` says which of them a run uses (`ModelConfig.kernels`): by rule, not by a clock, so
-that every start of a run computes the same bits.
+Layers call `attend` and `attend_packed`. The plain reference runs everywhere; kernels of
+`attention_tpu` and `attention_gpu` take the same arguments. `choose_kernels` says by rule, not by a
+clock, which a run uses (`ModelConfig.kernels`): every start of a run computes the same bits.
 """
 
 import functools
@@ -34,7 +33,7 @@ def attend(
     window: int | Array | None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
+    """Compute grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
 
     Query t of row b is in slot start[b] + t, and sees the slots up to its own.
 
@@ -53,17 +52,16 @@ def attend(
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
     if is_flat(layer):
         reference = functools.partial(_flat_reference, kv_heads=kv_heads, softcap=softcap)
-        held = layer
-        keys = layer[0].shape[1]
+        slots = layer[0].shape[1]
     else:
-        held = keys_and_values(layer)
+        layer = keys_and_values(layer)
         reference = functools.partial(_reference, softcap=softcap)
-        keys = held[0].shape[3]
-    local = _local(window, slots_BT, jnp.arange(keys)[None, :])
+        slots = layer[0].shape[3]
+    local = _local(window, slots_BT, jnp.arange(slots)[None, :])
     if width <= QUERIES_AT_ONCE:
-        return reference(q_BTNH, *held, slots_BT, local)
+        return reference(q_BTNH, *layer, slots_BT, local)
     pieces = [
-        jax.checkpoint(reference)(q_BTNH[:, part], *held, slots_BT[:, part], _part(local, part))
+        jax.checkpoint(reference)(q_BTNH[:, part], *layer, slots_BT[:, part], _part(local, part))
         for part in _pieces(width)
     ]
     return jnp.concatenate(pieces, axis=1)
@@ -80,7 +78,7 @@ def attend_packed(
     window: int | Array | None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Grouped-query attention of T tokens among themselves, [B, T, N, H].
+    """Compute grouped-query attention of T tokens among themselves, [B, T, N, H].
 
     Query i sees key j where j <= i < ends[j], and, with a window, where its position is less than
     the window after the key's.
@@ -102,11 +100,11 @@ def attend_packed(
         return kernel(q_BTNH, k_BTKH, v_BTKH, ends_BT, local=local, softcap=softcap)
     k_BKHS = k_BTKH.transpose(0, 2, 3, 1)
     v_BKSH = v_BTKH.transpose(0, 2, 1, 3)
+    reference = functools.partial(_reference, softcap=softcap)
     if queries <= QUERIES_AT_ONCE:
-        return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, local, ends_BT, softcap=softcap)
+        return reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, local, ends_BT)
     pieces = []
     for part in _pieces(queries):
-        reference = functools.partial(_reference, softcap=softcap)
         q = q_BTNH[:, part]
         own = _part(local, part)
         pieces.append(_last_keys(reference, part.start, q, k_BKHS, v_BKSH, ends_BT, own))
@@ -144,7 +142,7 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
 
 
 def kernel_module(name: str):
-    """The kernels of a platform, imported when they are first asked for; None where it has none."""
+    """Return the kernels of a platform, imported when first asked for; None where it has none."""
     if name == "tpu":
         from specrl_jax.models import attention_tpu
 
@@ -184,10 +182,10 @@ def _last_keys(
     ends_BS: Array | None,
     local: Local | None,
 ) -> Array:
-    """Attention of the queries in the slots from `start` on, over the keys that they may see.
+    """Attend with the queries in the slots from `start` on, over the keys that they may see.
 
-    These lie between the first slot whose subtree reaches `start` and the last query. The last
-    1, 2, 4, ... pieces that hold them are chosen on the device.
+    These lie between the first slot whose subtree reaches `start` and the last query. The device
+    chooses the last 1, 2, 4, ... pieces that hold them.
     """
     rows, queries = q_BTNH.shape[:2]
     stop = start + queries
@@ -229,7 +227,7 @@ def _reference(
     *,
     softcap: float,
 ) -> Array:
-    """softmax(q·k + mask)·v as two plain products for each row and key/value head.
+    """Compute softmax(q·k + mask)·v as two plain products for each row and key/value head.
 
     slots_BT: int32 [B or 1, T], of the queries; a query in slot i sees slot j where j <= i <
     ends[j], of a local layer only what `local` says.
@@ -240,7 +238,7 @@ def _reference(
     """
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads = k_BKHS.shape[1]
-    groups = heads // k_BKHS.shape[1]
+    groups = heads // kv_heads
 
     # Each reshape names its layout: with one key/value head JAX would split another axis.
     def reshape(x: Array, sizes: tuple[int, ...], *dims: str | None) -> Array:
@@ -270,43 +268,36 @@ def _flat_reference(
 ) -> Array:
     """Compute `_reference` of keys and values whose heads lie side by side, where they lie.
 
-    To cut them into heads would copy the cache. So a query is 0 in the places of the other heads,
+    To cut them into heads would copy the cache. So a query is 0 in the columns of the other heads,
     and of all weighted values it keeps its own head's: K times the products.
     """
     own_heads = kv_heads // shards("kv_heads")
-    own = functools.partial(_flat_on_shard, kv_heads=own_heads, softcap=softcap)
-    return on_shards(own, q_BTNH, k_BSC, v_BSC, slots_BT, local, like=q_BTNH)
 
+    def attend(
+        q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, local: Local | None
+    ) -> Array:
+        batch, queries, heads, head_dim = q_BTNH.shape
+        groups = heads // own_heads
+        own_NK = jnp.arange(heads)[:, None] // groups == jnp.arange(own_heads)[None, :]
+        q_BTNKH = jnp.where(own_NK[:, :, None], q_BTNH[:, :, :, None], 0)
+        q_BQC = q_BTNKH.reshape(batch, queries * heads, own_heads * head_dim)
+        filled = q_BQC.shape[2]
+        q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
+        scores = jnp.einsum("BQC,BSC->BQS", q_BQC, k_BSC, preferred_element_type=jnp.float32)
+        scores = softcapped(scores, softcap)
+        bias_BQS = _bias(slots_BT, None, local, k_BSC.shape[1], heads)
+        weights = jax.nn.softmax(scores + bias_BQS, axis=-1)
+        out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
+        out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
+        return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
 
-def _flat_on_shard(
-    q_BTNH: Array,
-    k_BSC: Array,
-    v_BSC: Array,
-    slots_BT: Array,
-    local: Local | None,
-    *,
-    kv_heads: int,
-    softcap: float,
-) -> Array:
-    batch, queries, heads, head_dim = q_BTNH.shape
-    own_NK = jnp.arange(heads)[:, None] // (heads // kv_heads) == jnp.arange(kv_heads)[None, :]
-    q_BTNKH = jnp.where(own_NK[:, :, None], q_BTNH[:, :, :, None], 0)
-    q_BQC = q_BTNKH.reshape(batch, queries * heads, kv_heads * head_dim)
-    filled = q_BQC.shape[2]
-    q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
-    scores = jnp.einsum("BQC,BSC->BQS", q_BQC, k_BSC, preferred_element_type=jnp.float32)
-    scores = softcapped(scores, softcap)
-    bias_BQS = _bias(slots_BT, None, local, k_BSC.shape[1], heads)
-    weights = jax.nn.softmax(scores + bias_BQS, axis=-1)
-    out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
-    out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
-    return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
+    return on_shards(attend, q_BTNH, k_BSC, v_BSC, slots_BT, local, like=q_BTNH)
 
 
 def _bias(
     slots_BT: Array, ends_BS: Array | None, local: Local | None, keys: int, times: int
 ) -> Array:
-    """float32 [B or 1, T · times, S], each query's so many times: 0 where it sees a slot."""
+    """Return float32 [B or 1, T · times, S], each query's so many times: 0 where it sees a slot."""
     mask_BTS = jnp.arange(keys)[None, None, :] <= slots_BT[:, :, None]
     if ends_BS is not None:
         mask_BTS &= slots_BT[:, :, None] < ends_BS[:, None, :]

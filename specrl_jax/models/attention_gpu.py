@@ -72,8 +72,7 @@ def attend(
 
 
 def _attend_on_shard(q_BTNH: Array, kv_BCSH: Array, start_B: Array) -> Array:
-    """Attend with the T·G queries of a key/value head as the rows of one product. A program takes a
-    block of these rows, and of the slots a part."""
+    """Attend with a key/value head's T·G queries as rows of one product: a block in a program."""
     batch, width, heads, size = q_BTNH.shape
     kv_heads = kv_BCSH.shape[1] // 2
     slots = kv_BCSH.shape[2]
@@ -141,14 +140,14 @@ def _attend_block(
     def add_block(number: Array, carry: tuple) -> tuple:
         out, highest, total = carry
         slot = number * block + jnp.arange(block)
-        place = pl.ds(number * block, block)
+        part = pl.ds(number * block, block)
         filled = (slot < most)[:, None]
-        k = triton.load(k_ref.at[place], mask=filled, other=0)
+        k = triton.load(k_ref.at[part], mask=filled, other=0)
         scores = jnp.where(slot[None, :] < seen[:, None], triton.dot(q, k.T), _LOWEST)
         higher = jnp.maximum(highest, jnp.max(scores, axis=1))
         shrink = jnp.exp(highest - higher)
         weights = jnp.exp(scores - higher[:, None])
-        v = triton.load(v_ref.at[place], mask=filled, other=0)
+        v = triton.load(v_ref.at[part], mask=filled, other=0)
         out = out * shrink[:, None] + triton.dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
@@ -176,22 +175,21 @@ def attend_packed(
     softcap: float = 0.0,
 ) -> Array:
     """Compute `attention.attend_packed`, without window and cap, with its gradient."""
-    ends = () if ends_BT is None else (ends_BT,)
-    return on_shards(_packed, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
+    return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, ends_BT, like=q_BTNH)
 
 
-def _packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
-    if not ends:
+def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
+    if ends_BT is None:
         return _cudnn(q_BTNH, k_BTKH, v_BTKH, None)
     tokens = q_BTNH.shape[1]
     extra = tokens % 2  # cuDNN's backward pass with a mask takes even lengths alone
-    pads = (0, 0), (0, extra)
-    q, k, v = (jnp.pad(x, (*pads, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
+    pads = ((0, 0), (0, extra))
+    padded = [jnp.pad(x, (*pads, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH)]
     # A padded token sees itself.
-    ends_BT = jnp.pad(ends[0], pads, constant_values=tokens + extra)
-    slots = jnp.arange(tokens + extra)
-    i, j = slots[None, :, None], slots[None, None, :]
-    return _cudnn(q, k, v, (j <= i) & (i < ends_BT[:, None, :]))[:, :tokens]
+    ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
+    j = jnp.arange(tokens + extra)[None, None, :]
+    i = j.swapaxes(1, 2)
+    return _cudnn(*padded, (j <= i) & (i < ends_BT[:, None, :]))[:, :tokens]
 
 
 def _cudnn(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:

@@ -116,7 +116,6 @@ def _packed_on_shard(
     def padded(x_BTNH: Array) -> Array:
         return jnp.pad(x_BTNH, ((0, 0), (0, extra), (0, 0), (0, 0))).swapaxes(1, 2)
 
-    inputs = [padded(x) for x in (q_BTNH, k_BTKH, v_BTKH)]
     # Padded tokens see themselves and some before them.
     pads = ((0, 0), (0, extra))
     if ends_BT is not None:
@@ -127,7 +126,9 @@ def _packed_on_shard(
         functools.partial(_one_sequence, block=block, softcap=softcap),
         policy=jax.checkpoint_policies.save_only_these_names(_OUTPUTS),
     )
-    out_BNTH = jax.lax.map(lambda x: one(*x), (*inputs, ends_BT, local))
+    out_BNTH = jax.lax.map(
+        lambda x: one(*x), (padded(q_BTNH), padded(k_BTKH), padded(v_BTKH), ends_BT, local)
+    )
     return out_BNTH.swapaxes(1, 2)[:, :tokens]
 
 

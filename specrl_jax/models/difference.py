@@ -1,8 +1,8 @@
-"""How far the weights of two models are apart, beside what adapters change."""
+"""Compare the weights of two models, beside what adapters change."""
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,6 @@ from specrl_jax.models.parameters import Params, adapter_names
 
 # Of a machine, a tokenizer or a training run, or no part of what a model computes.
 _NOT_COMPARED = ("dtype", "remat", "unused_ids", "kernels", "lora", "max_positions")
-
-
-class Source(NamedTuple):
-    """What a model is read from, and the field that names it."""
-
-    source: str
-    field: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +24,33 @@ class Difference:
     learned: float  # what adapters add, in the same share
 
 
-def compare(one: Source, other: Source, lora: ModelConfig, adapters: Params) -> Difference:
-    """Compare the weights of `other` with those of `one`, to which `adapters` belong.
+def compare(source: str, base: str, lora: ModelConfig, adapters: Params) -> Difference:
+    """Compare the weights of `base` with those of `source`, to which `adapters` belong.
 
-    lora: the shape with the adapters. Raises ValueError in one line where one of them cannot be
-    read, or where `other` has other shapes or computes otherwise.
+    lora: the shape with the adapters. Raises ValueError in one line, of `model.source` or `--base`,
+    where one of them cannot be read, or where `base` has other shapes or computes otherwise.
     """
-    shape, tensors = hf.open_tensors(*one)
-    other_shape, other_tensors = hf.open_tensors(*other)
-    _check_alike(one, shape, other, other_shape)
+    shape, tensors = hf.open_tensors(source, "model.source")
+    base_shape, base_tensors = hf.open_tensors(base, "--base")
+    computed = dataclasses.asdict(base_shape)
+    for name, value in dataclasses.asdict(shape).items():
+        if name not in _NOT_COMPARED and not _is_close(value, computed[name]):
+            raise ValueError(
+                f"--base must be a model with the sizes of model.source: {source} has "
+                f"{name} = {value}, {base} has {computed[name]}"
+            )
     norms = []
     gap_norms = []
     largest = 0.0
     tensor = ""
-    for (name, x), (_, y) in zip(tensors, other_tensors, strict=True):
+    for (name, x), (_, y) in zip(tensors, base_tensors, strict=True):
         x = x.astype(np.float32)
         gap = y.astype(np.float32)
         gap -= x
         norms.append(np.linalg.norm(x))
         gap_norms.append(np.linalg.norm(gap))
-        if (of_tensor := float(np.max(np.abs(gap)))) > largest:
-            largest = of_tensor
+        if (in_tensor := float(np.max(np.abs(gap)))) > largest:
+            largest = in_tensor
             tensor = name
     norm = math.hypot(*norms) or 1.0
     return Difference(
@@ -72,22 +71,6 @@ def _learned(model: ModelConfig, adapters: Params) -> float:
             b = b.reshape(rank, -1).astype(np.float64)
             squares += float(np.sum((a.T @ a) * (b @ b.T)))
     return model.lora.scale * math.sqrt(squares)
-
-
-def _check_alike(one: Source, shape: ModelConfig, other: Source, other_shape: ModelConfig) -> None:
-    """Raise ValueError where two models differ in a size or a switch of what they compute."""
-    values = _compared(shape)
-    for name, got in _compared(other_shape).items():
-        if not _is_close(values[name], got):
-            raise ValueError(
-                f"{other.field} must be a model with the sizes of {one.field}: {one.source} has "
-                f"{name} = {values[name]}, {other.source} has {got}"
-            )
-
-
-def _compared(shape: ModelConfig) -> dict[str, Any]:
-    fields = dataclasses.asdict(shape)
-    return {name: x for name, x in fields.items() if name not in _NOT_COMPARED}
 
 
 def _is_close(one: Any, other: Any) -> bool:

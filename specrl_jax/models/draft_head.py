@@ -4,9 +4,9 @@ At token y_i the head reads the policy's state that chose it, h_{i-1}, and its e
 
     x_i = U norm(h_{i-1}) + V norm(embed(y_i))        z_i = norm(layer(x_0 ... x_i))
 
-z_i stands for h_i, which the policy will compute: the policy's own output turns it into scores of
-y_{i+1}, and the head goes on from it in h_i's place. After EAGLE (arXiv 2401.15077) and the MTP
-module of DeepSeek-V3 (2412.19437, section 2.2). Embeddings and output are the policy's.
+z_i stands for h_i, which the policy will compute: the policy's output turns it into scores of
+y_{i+1}, and the head goes on from it. Embeddings and output are the policy's. After EAGLE (arXiv
+2401.15077) and the MTP module of DeepSeek-V3 (2412.19437, section 2.2).
 """
 
 import functools
@@ -38,7 +38,7 @@ _OWN_AXES = dict.fromkeys(_NORMS, (None,)) | dict.fromkeys(_JOINS, ("embed", Non
 
 
 class DraftHead(nnx.Module):
-    """The head over its parameters, a nested dict; reads the policy's states and embeddings."""
+    """Head over its parameters, a nested dict; reads the policy's states and embeddings."""
 
     def __init__(self, config: ModelConfig, params: Params):
         self.config = config
@@ -56,12 +56,12 @@ class DraftHead(nnx.Module):
         positions_BT: Array | None = None,
         ends_BT: Array | None = None,
     ) -> tuple[Array, Layer]:
-        """z [B, T, D] at T tokens, and the cache's layer of the head with these tokens written.
+        """Return z [B, T, D] at T tokens, and the cache's layer with these tokens written.
 
-        states: the policy's, after its final norm, that chose the tokens; or the head's own in
-        their place. embedded: the tokens' embeddings. The others as of `Transformer`: the tokens
-        start in the cache's slots `start`, or they are packed tries, and keys and values
-        [B, T, K, H] take the place of the layer.
+        states: the policy's, after its final norm, that chose the tokens; or the head's own.
+        embedded: the tokens' embeddings. The others as of `Transformer`: the tokens start in the
+        cache's slots `start`, or they are packed tries, whose keys and values [B, T, K, H] are
+        given instead of the layer.
         """
         if start_B is not None:
             positions_BT = start_B[:, None] + jnp.arange(states_BTD.shape[1])[None, :]
@@ -79,7 +79,7 @@ class DraftHead(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_draft_head(config: ModelConfig, policy: Params) -> Params:
-    """First parameters, float32: the policy's last global layer, its norm, U and V identities."""
+    """Return first parameters, float32: the policy's last global layer and norm, U = V = 1."""
 
     def place(x: Array, *dims: str | None) -> Array:
         copied = jnp.copy(x).astype(jnp.float32)
@@ -99,7 +99,7 @@ def init_draft_head(config: ModelConfig, policy: Params) -> Params:
 
 
 def draft_head_size(config: ModelConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     size = config.embed_dim
     layer = sum(math.prod(p.shape(config)) for p in select(LAYER, config).values())
     return layer + len(_JOINS) * size**2 + len(_NORMS) * size
@@ -109,7 +109,7 @@ def draft_head_size(config: ModelConfig) -> int:
 def copy_draft_head(
     config: ModelConfig, params: Params, policy: Params, counts: Array | None, *, vocab: int
 ) -> Params:
-    """The rollout's copy: the compute type but for the norms' scales, projections joined.
+    """Return the rollout's copy: the compute type but for norms' scales, projections joined.
 
     vocab: the head drafts so many tokens, the most frequent by `counts` int32 [V]; 0: all. The copy
     then holds these, and their rows of the policy's output, as `vocab`.
@@ -126,9 +126,11 @@ def copy_draft_head(
 
 
 def take_frequent(output_VD: Array, counts: Array, number: int) -> tuple[Array, Array]:
-    """Ids int32 [number] of the most frequent tokens by `counts` int32 [V], in order, of equally
-    frequent ones the first; and their rows of the policy's output, laid out like it (FR-Spec, arXiv
-    2502.14856)."""
+    """Return ids int32 [number] of the most frequent tokens, and their rows of the policy's output.
+
+    Ids are in order; of equally frequent ones the first are taken (FR-Spec, arXiv 2502.14856).
+    counts: int32 [V].
+    """
     _, ids = jax.lax.top_k(counts, number)
     ids = jnp.sort(ids)
     rows = output_VD.at[ids].get(out_sharding=axes(None, None))

@@ -21,7 +21,7 @@ OWN_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The switches of a family; its name is the `model_type` of Hugging Face's config.json."""
+    """Switches of a family; its name is the `model_type` of Hugging Face's config.json."""
 
     architecture: str  # the class in transformers
     max_positions: int  # max_position_embeddings where config.json has none
@@ -43,7 +43,7 @@ class Family:
     gguf_layers_of_27b: int = 0
 
     def config_defaults(self) -> dict[str, Any]:
-        """Values of the fields that a config.json may leave out (transformers' own defaults)."""
+        """Return values of the fields that a config.json may leave out (transformers' defaults)."""
         defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
         defaults["max_position_embeddings"] = self.max_positions
         if self.head_dim is not None:
@@ -51,19 +51,15 @@ class Family:
         return defaults | self.defaults
 
     def switches(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `ModelConfig`'s switches and numbers that only some families have, for the fields
-        of a config.json."""
+        """Return what only some families set of `ModelConfig`, from a config.json's fields."""
         fields = self.defaults | fields
         own = {ours: fields[name] for name, ours in OWN_FIELDS.items() if name in self.defaults}
-        bias, mlp_bias = (
-            name in self.bias_fields and bool(fields.get(name))
-            for name in ("attention_bias", "mlp_bias")
-        )
+        biases = {name for name in self.bias_fields if fields.get(name)}
         return {
             "qk_norm": self.qk_norm,
-            "attention_bias": bias or self.qkv_bias,
-            "output_bias": bias,
-            "mlp_bias": mlp_bias,
+            "attention_bias": self.qkv_bias or "attention_bias" in biases,
+            "output_bias": "attention_bias" in biases,
+            "mlp_bias": "mlp_bias" in biases,
             **own,
             **self.always,
         }

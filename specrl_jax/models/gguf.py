@@ -1,9 +1,7 @@
-"""GGUF files (llama.cpp's format), read as Hugging Face directories are.
+"""GGUF files (llama.cpp's format), read as Hugging Face directories are: float32, their names.
 
-Takes a `.gguf` file of a family in `FAMILIES`. Gives the fields of a config.json, and tensors under
-Hugging Face's names, dequantised to float32. Three things differ in GGUF: llama's query and key
-rows have llama.cpp's rotary order, Llama 3's scaled frequencies are a tensor of divisors, and the
-norms of Gemma have the 1 that they add.
+Three things differ in GGUF: llama's query and key rows have llama.cpp's rotary order, Llama 3's
+scaled frequencies are a tensor of divisors, and the norms of Gemma have the 1 that they add.
 """
 
 import struct
@@ -32,8 +30,7 @@ _LLAMA3 = {
 def read(
     file: Path,
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
-    """config.json's fields, the tensors' shapes by Hugging Face's names, and a function that reads
-    one tensor."""
+    """Return config.json's fields, the tensors' shapes by name, and a function that reads one."""
     metadata, stored = _open(file)
     config = _config(file, metadata, stored)
     renamed = _file_names(config["model_type"], config["num_hidden_layers"])
@@ -83,8 +80,7 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
     architecture = metadata.get("general.architecture")
     names = {family.gguf or name: name for name, family in FAMILIES.items()}
     if architecture not in names:
-        known = ", ".join(names)
-        rule = f"must be one of {known}"
+        rule = f"must be one of {', '.join(names)}"
         raise ValueError(f"{file}: general.architecture {rule}, got {architecture!r}")
     family = FAMILIES[names[architecture]]
 
@@ -162,7 +158,7 @@ def _check_counts(file: Path, metadata: dict[str, Any], architecture: str) -> No
 
 
 def _float32(value: Any) -> Any:
-    """A number without what float32 has added: 9.999999747378752e-06 is 1e-05."""
+    """Return a number without what float32 has added: 9.999999747378752e-06 is 1e-05."""
     return float(str(np.float32(value))) if isinstance(value, int | float) else value
 
 
@@ -187,7 +183,7 @@ def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[st
 
 
 def _file_names(family: str, layers: int) -> dict[str, str]:
-    """llama.cpp's name of a tensor → Hugging Face's."""
+    """Return Hugging Face's names of tensors by llama.cpp's."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     names = [parameter.file_name for parameter in TOP.values()]
@@ -206,7 +202,7 @@ def _dequantize(file: Path, tensor: Any) -> np.ndarray:
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from llama.cpp's order 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
+    """Bring rows of each head from llama.cpp's order 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
 
     A head of four rows is stored as [r0, r2, r1, r3]; the result is [r0, r1, r2, r3].
     """
@@ -215,10 +211,7 @@ def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def open_gguf(file: Path) -> Any:
-    """Return a reader of a file that takes a moment for a large vocabulary: gguf's takes a minute.
-
-    It reads arrays of numbers at once, and arrays of texts in a plain loop.
-    """
+    """Return a reader that takes a moment for a large vocabulary: gguf's takes a minute."""
     from gguf import GGUFReader, GGUFValueType
 
     class FastReader(GGUFReader):
@@ -237,9 +230,8 @@ def open_gguf(file: Path) -> Any:
             if kind != GGUFValueType.STRING:
                 return super()._get_field_parts(orig_offs, raw_type)
             texts, end = _texts(self.data, begin, count)
-            lengths = np.array([x.nbytes for x in texts], np.uint64)
-            data = list(range(3, 3 + count))
-            return end - orig_offs, [*head, lengths, *texts], data, [GGUFValueType.ARRAY, kind]
+            parts = [*head, np.array([x.nbytes for x in texts], np.uint64), *texts]
+            return end - orig_offs, parts, list(range(3, 3 + count)), [GGUFValueType.ARRAY, kind]
 
     return FastReader(str(file))
 

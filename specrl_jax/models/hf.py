@@ -19,10 +19,8 @@ from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
-from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, select
+from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, Parameter, select
 from specrl_jax.models.transformer import param_shapes
-
-HostParams = dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
@@ -43,8 +41,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
 
 
-def load(source: str) -> tuple[ModelConfig, HostParams]:
-    """Reads a policy from what `sources.resolve` finds: a directory or a `.gguf` file.
+def load(source: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """Read a policy from what `inputs.resolve_source` finds: a directory or a `.gguf` file.
 
     Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
     names of `models/transformer.py`. At most one tensor is twice in memory. Raises ValueError, in
@@ -55,7 +53,7 @@ def load(source: str) -> tuple[ModelConfig, HostParams]:
 
 
 def load_config(source: str, field: str = "model.source") -> ModelConfig:
-    """The config alone of what `sources.resolve` finds; a directory needs no weights. As `load`.
+    """Read the config alone, as `load` does; a directory needs no weights.
 
     field: names the source in errors.
     """
@@ -77,7 +75,7 @@ def open_tensors(source: str, field: str) -> tuple[ModelConfig, Iterator[tuple[s
 
 
 def reads_images(source: str, field: str) -> bool:
-    """Return whether a model reads images too. field: names it in errors, which are `resolve`'s."""
+    """Return whether a model reads images too. field: names it in errors of `resolve_source`."""
     path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return False
@@ -93,7 +91,7 @@ def save(
     generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     path: The directory; made if absent. A model in it is replaced.
     config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
@@ -160,7 +158,10 @@ def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
     # Before anything of these sizes is allocated: they are only what the file claims.
     _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())
     if tied:
-        _check_tied(checkpoint)
+        embed = _read(checkpoint, "model.embed_tokens.weight")
+        if not np.array_equal(embed, _read(checkpoint, "lm_head.weight")):
+            rule = "must equal model.embed_tokens.weight where tie_word_embeddings is true"
+            raise ValueError(f"{checkpoint.file}: lm_head.weight {rule}, but it differs")
     return config, checkpoint
 
 
@@ -210,20 +211,14 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, _Tensor]:
-    """Every tensor of a file with this config, by name, layer by layer."""
-    tensors = {}
-    for name, parameter in select(TOP, config).items():
-        view = parameter.in_file_order(leaves[name])
-        tensors[parameter.file_name] = _Tensor(view, parameter.file_shape(config))
-    for layer in range(config.num_layers):
-        for name, parameter in select(LAYER, config).items():
-            view = parameter.in_file_order(leaves[f"layers/{name}"][layer])
-            file_name = parameter.file_name.format(layer)
-            tensors[file_name] = _Tensor(view, parameter.file_shape(config))
-    return tensors
+    """Return every tensor of a file with this config, by name, layer by layer."""
+    return {
+        file_name: _Tensor(parameter.in_file_order(leaves[leaf][at]), parameter.file_shape(config))
+        for file_name, parameter, leaf, at in _in_file(config)
+    }
 
 
-def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> HostParams:
+def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
@@ -233,12 +228,17 @@ def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> HostParams:
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a file with this config, by name."""
-    shapes = {p.file_name: p.file_shape(config) for p in select(TOP, config).values()}
+    """Return the shape of every tensor of a file with this config, by name."""
+    return {name: parameter.file_shape(config) for name, parameter, _, _ in _in_file(config)}
+
+
+def _in_file(config: ModelConfig) -> Iterator[tuple[str, Parameter, str, tuple[int, ...]]]:
+    """Yield the tensors of a file: name, parameter, our array's name, and where it is in that."""
+    for name, parameter in select(TOP, config).items():
+        yield parameter.file_name, parameter, name, ()
     for layer in range(config.num_layers):
-        for parameter in select(LAYER, config).values():
-            shapes[parameter.file_name.format(layer)] = parameter.file_shape(config)
-    return shapes
+        for name, parameter in select(LAYER, config).items():
+            yield parameter.file_name.format(layer), parameter, f"layers/{name}", (layer,)
 
 
 def _check_shapes(
@@ -267,13 +267,6 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
             f"got {tensor[~np.isfinite(tensor)][0]}; the weights are damaged or have diverged"
         )
     return tensor
-
-
-def _check_tied(checkpoint: Checkpoint) -> None:
-    embed, head = (_read(checkpoint, n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
-    if not np.array_equal(embed, head):
-        rule = "must equal model.embed_tokens.weight where tie_word_embeddings is true"
-        raise ValueError(f"{checkpoint.file}: lm_head.weight {rule}, but it differs")
 
 
 def _save_weights(path: Path, tensors: dict[str, _Tensor], max_shard_bytes: int) -> None:

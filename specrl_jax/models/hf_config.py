@@ -9,13 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.models.config import (
-    MAX_INT,
-    MAX_LAYERS,
-    LinearScaling,
-    ModelConfig,
-    RopeScaling,
-)
+from specrl_jax.models.config import MAX_INT, MAX_LAYERS, LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.families import FAMILIES, OWN_FIELDS
 
 # Models that read images too, of whose text decoder the family is this name and "_text".
@@ -39,11 +33,12 @@ _ROPE_FACTOR = (1e-3, 1e6)
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0: none
 # Numbers among `OWN_FIELDS`, but for the sizes.
 _OWN_NUMBERS = dict.fromkeys(_CAPS, (0.0, 1e6)) | {"rope_local_base_freq": ROPE_THETA}
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LOCAL = "sliding_attention"
+_GLOBAL = "full_attention"
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
-    """The `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
+    """Return the `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
     values = _text_part(values)
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -74,7 +69,8 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     for field, bounds in _OWN_NUMBERS.items():
         if field in family.defaults:
             values[field] = _number(values, field, bounds, file)
-    embed_dim, num_heads = (_size(values, k, file) for k in ("hidden_size", "num_attention_heads"))
+    embed_dim = _size(values, "hidden_size", file)
+    num_heads = _size(values, "num_attention_heads", file)
     values.setdefault("num_key_value_heads", num_heads)
     values.setdefault("head_dim", embed_dim // num_heads)
     for switch in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
@@ -98,7 +94,7 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a config; ValueError where the family's class cannot have its sizes."""
+    """Return the config.json of a config; ValueError where the family's class refuses its sizes."""
     family = FAMILIES[config.family]
     if family.heads_divide_embed and config.embed_dim % config.num_heads:
         rule = f"must be a multiple of model.num_heads {config.num_heads}"
@@ -149,7 +145,7 @@ def _size(values: Mapping[str, Any], name: str, file: str) -> int:
 def _number(
     values: Mapping[str, Any], name: str, bounds: tuple[float, float], file: str, path: str = ""
 ) -> float:
-    """The number under `name`; `path` is what its name begins with in the file."""
+    """Return the number under `name`; `path` is what its name begins with in the file."""
     value = values.get(name)
     low, high = bounds
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
@@ -192,9 +188,8 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _windows(values: Mapping[str, Any], file: str) -> dict[str, int]:
     """Return window and pattern of the local layers; a window of 0 where none is local."""
     layers = _size(values, "num_hidden_layers", file)
-    window, pattern = (
-        _size(values, name, file) for name in ("sliding_window", "sliding_window_pattern")
-    )
+    window = _size(values, "sliding_window", file)
+    pattern = _size(values, "sliding_window_pattern", file)
     kinds = values.get("layer_types")
     if kinds is not None:
         known = isinstance(kinds, list) and _GLOBAL in kinds
@@ -209,14 +204,12 @@ def _windows(values: Mapping[str, Any], file: str) -> dict[str, int]:
 
 
 def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """Return the fields with the rotary settings of global and local layers in fields apart.
-
-    Transformers 5 writes both in `rope_parameters`.
-    """
+    """Return fields whose `rope_parameters`, as transformers 5 writes them, are global layers'."""
     both = values.get("rope_parameters") or values.get("rope_scaling")
     if not isinstance(both, Mapping) or not both.keys() & {_LOCAL, _GLOBAL}:
         return values
-    local, rest = (both.get(kind) or {} for kind in (_LOCAL, _GLOBAL))
+    local = both.get(_LOCAL) or {}
+    rest = both.get(_GLOBAL) or {}
     for name, rope in ((_LOCAL, local), (_GLOBAL, rest)):
         if not isinstance(rope, Mapping):
             raise ValueError(f"{file}: rope_parameters.{name} must be an object, got {rope!r:.40}")
@@ -230,7 +223,8 @@ def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
 def _rope(
     values: Mapping[str, Any], file: str, known: tuple[str, ...]
 ) -> tuple[float, RopeScaling | LinearScaling | None]:
-    """Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`."""
+    """Return theta and scaling of the frequencies."""
+    # Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`.
     field = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     rope = values.get(field) or {}
     if not isinstance(rope, Mapping):

@@ -1,16 +1,13 @@
 """Keys and values of past tokens: for each layer a pair of arrays, or one array of both.
 
-Rows are left-aligned: slot s of a row holds the key and value of its token at position s. The
-cache stores no lengths: the caller passes where to write (`start`), and queries see the slots up to
-their own position. To reject tokens is to write over them. Slots past a row's last token may hold
-any finite value.
+Rows are left-aligned: slot s holds the key and value of a row's token at position s. The caller
+passes where to write (`start`), and queries see the slots up to their own position: to reject
+tokens is to write over them. Slots past a row's last token may hold any finite value.
 
-The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
-values [B, K, S, H], as the products of attention read them. Kernels want one array, in which each
-head's keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU, where one kernel
-then writes both. On TPU heads whose size is no multiple of 128 lie side by side, [B, S, C]: the
-last two axes are stored in tiles, most of which [K, H] would leave empty. C is K H, rounded up to
-whole tiles on each shard; XLA would transpose an array of another size at every call.
+The platform decides the order of the axes, see `AXES`. Kernels want one array, in which each head's
+keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU. On TPU heads whose size is
+no multiple of 128 lie side by side, [B, S, C], C = K H rounded up to whole tiles on each shard:
+tiles of [K, H] would be mostly empty, and XLA would transpose other sizes at every call.
 """
 
 from collections.abc import Sequence
@@ -60,7 +57,7 @@ def is_flat(layer: Layer) -> bool:
 
 
 def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Axes and shape of each array of a layer."""
+    """Return axes and shape of each array of a layer."""
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
     every = AXES.get(platform(), AXES["cpu"])
     if platform() in _BOTH and "cached" in config.kernels:
@@ -78,8 +75,7 @@ def _transpose(x: Array, old: str, new: str) -> Array:
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int, draft_head: bool = False) -> KVCache:
-    """An empty cache of `rows` x `slots`, in the compute type. draft_head: with its layer, the
-    last."""
+    """Return an empty cache in the compute type. draft_head: with its layer, the last."""
 
     def zeros(dims: str, shape: tuple[int, ...]) -> Array:
         layout = axes(*(_LOGICAL[axis] for axis in dims))
@@ -91,7 +87,7 @@ def init_cache(config: ModelConfig, rows: int, slots: int, draft_head: bool = Fa
 
 
 def round_slots(slots: int) -> int:
-    """The least number of slots from `slots` on that the platform's kernels take."""
+    """Return the least number of slots from `slots` on that the platform's kernels take."""
     multiple = SLOT_MULTIPLES.get(platform(), 1)
     return -(-slots // multiple) * multiple
 
@@ -101,7 +97,7 @@ def cache_slots(cache: KVCache) -> int:
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
-    """Keys and values of T tokens, in the layout of a cache of T slots. like: a layer of it."""
+    """Lay keys and values of T tokens out as a cache of T slots. like: a layer of it."""
     if len(like) == 1:
         pairs = jnp.stack([k_BTKH, v_BTKH], axis=3)
         rows, tokens, heads, _, size = pairs.shape
@@ -109,8 +105,10 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
         both = jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout)
         return (_transpose(both, "BSKH", *_axes(like)),)
     if is_flat(like):
-        return tuple(_flatten(x, like[0].shape[2]) for x in (k_BTKH, v_BTKH))
-    return tuple(_transpose(x, "BSKH", dims) for x, dims in zip((k_BTKH, v_BTKH), _axes(like)))
+        size = like[0].shape[2]
+        return _flatten(k_BTKH, size), _flatten(v_BTKH, size)
+    keys, values = _axes(like)
+    return _transpose(k_BTKH, "BSKH", keys), _transpose(v_BTKH, "BSKH", values)
 
 
 def _flatten(x_BTKH: Array, size: int) -> Array:
@@ -124,12 +122,12 @@ def _flatten(x_BTKH: Array, size: int) -> Array:
 
 
 def keys_and_values(layer: Layer) -> Layer:
-    """Keys [B, K, H, S] and values [B, K, S, H] of a layer of two arrays that is not flat."""
+    """Return keys [B, K, H, S] and values [B, K, S, H] of a layer of two arrays, not flat."""
     return tuple(map(_transpose, layer, _axes(layer), _ATTENDED))
 
 
 def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
-    """Writes T tokens in every row from its own `start` on; needs start + T <= S.
+    """Write T tokens in every row from its own `start` on; needs start + T <= S.
 
     A start that is too large writes over earlier slots.
     """
@@ -140,17 +138,17 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH, layer), _axes(layer)))
 
 
-def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, places_b: Array) -> KVCache:
-    """The cache with rows that begin: row i gets the tokens at `nodes[i]` in the place `places[i]`.
+def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, rows_b: Array) -> KVCache:
+    """Return the cache with rows that begin: row `rows[i]` gets the tokens at `nodes[i]`.
 
     fresh: Keys and values [m, T, K, H] of each layer, of sequences.
     nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.
-    places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
-        own sequences and places, and its rows that are left out come last.
+    rows_b: int32 [b]; a row outside the cache is left out. Each shard counts its own sequences and
+        rows, and its rows that are left out come last.
     """
     taken = take_nodes(fresh, nodes_bS)
-    rows = tuple(as_layer(*new, layer) for new, layer in zip(taken, cache, strict=True))
-    return on_shards(_write_own_rows, cache, rows, places_b, like=cache)
+    new = tuple(as_layer(*arrays, layer) for arrays, layer in zip(taken, cache, strict=True))
+    return on_shards(_write_own_rows, cache, new, rows_b, like=cache)
 
 
 def take_nodes(tree, nodes_bS: Array):
@@ -162,15 +160,15 @@ def take_nodes(tree, nodes_bS: Array):
     return on_shards(take, tree, jnp.maximum(nodes_bS, 0), like=tree)
 
 
-def _write_own_rows(cache: KVCache, rows: KVCache, places_b: Array) -> KVCache:
-    """Row by row, in place: no part of the cache is held twice."""
+def _write_own_rows(cache: KVCache, new: KVCache, rows_b: Array) -> KVCache:
+    """Write row by row, in place: no part of the cache is in memory twice."""
 
     def write_one(i: Array, cache: KVCache) -> KVCache:
         def copy(old: Array, new: Array) -> Array:
             row = jax.lax.dynamic_index_in_dim(new, i)
-            return jax.lax.dynamic_update_slice(old, row, (places_b[i], *(0,) * (old.ndim - 1)))
+            return jax.lax.dynamic_update_slice(old, row, (rows_b[i], *(0,) * (old.ndim - 1)))
 
-        return jax.tree.map(copy, cache, rows)
+        return jax.tree.map(copy, cache, new)
 
-    count = jnp.sum(places_b < cache[0][0].shape[0])
+    count = jnp.sum(rows_b < cache[0][0].shape[0])
     return jax.lax.fori_loop(0, count, write_one, cache)

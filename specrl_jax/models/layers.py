@@ -1,4 +1,4 @@
-"""The parts of a decoder block, as NNX modules over a plain dict of arrays (`params`).
+"""Parts of a decoder block, as NNX modules over a plain dict of arrays (`params`).
 
 A module holds the arrays as `nnx.Param`; its call mutates nothing. To build one inside a traced
 function costs nothing at run time. So the weights stay an ordinary pytree for optax and Orbax.
@@ -47,7 +47,7 @@ def _gate_up_axes() -> str:
 
 
 def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
-    """One layer's parameters, with one array for the weights that multiply the same input.
+    """Return a layer's parameters, with one array for the weights that multiply the same input.
 
     A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
     key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
@@ -55,8 +55,9 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
     """
 
     def heads(kind: str) -> Array:
-        k, v = (layer[f"{name}_{kind}"] for name in "kv")
         q = layer[f"q_{kind}"]
+        k = layer[f"k_{kind}"]
+        v = layer[f"v_{kind}"]
         shape = (*k.shape[:-1], q.shape[-2] // k.shape[-2], k.shape[-1])
         dims = LAYER_AXES[f"qkv_{kind}"]
         q = jnp.reshape(q, shape, out_sharding=axes(*dims))
@@ -76,7 +77,7 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
-    """Root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
+    """Compute the root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     scale = weight.astype(jnp.float32)[(None,) * (x.ndim - 1)]
@@ -88,7 +89,7 @@ def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None
 ) -> Array:
-    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled.
+    """Return angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled.
 
     Llama 3 divides frequencies of long wavelengths by `factor`, leaves those of short ones as they
     are, and interpolates those between.
@@ -107,7 +108,7 @@ def rope_frequencies(
 
 
 def rope_tables(positions: Array, config: ModelConfig, local: bool = False) -> Rope:
-    """cos and sin [B, T, 1, H/2] for int32 positions [B, T]. local: those of local layers."""
+    """Return cos and sin [B, T, 1, H/2] of int32 positions [B, T]. local: for local layers."""
     theta = (local and config.rope_local_theta) or config.rope_theta
     scaling = None if local else config.rope_scaling
     freqs = rope_frequencies(config.head_dim, theta, scaling)
@@ -116,7 +117,7 @@ def rope_tables(positions: Array, config: ModelConfig, local: bool = False) -> R
 
 
 def apply_rope(x_BTNH: Array, rope: Rope, scale: float = 1.0) -> Array:
-    """Rotates the two halves of every head (as Hugging Face does), times `scale`."""
+    """Rotate the two halves of every head (as Hugging Face does), times `scale`."""
     cos, sin = rope
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -124,7 +125,7 @@ def apply_rope(x_BTNH: Array, rope: Rope, scale: float = 1.0) -> Array:
 
 
 class Place(NamedTuple):
-    """Places of the T tokens of a call, and who sees whom."""
+    """Slots and positions of the T tokens of a call, and who sees whom."""
 
     starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
@@ -133,7 +134,7 @@ class Place(NamedTuple):
 
 
 class LayerModule(nnx.Module):
-    """Holds the parameters `names` of a layer; `weight` gives one in compute type and layout."""
+    """Parameters `names` of a layer; `weight` gives one in compute type and layout."""
 
     names: tuple[str, ...] = ()
 
@@ -150,7 +151,7 @@ class LayerModule(nnx.Module):
         return reshard(value, *LAYER_AXES[name])
 
     def project(self, equation: str, x: Array, name: str, *dims: str | None, part=None) -> Array:
-        """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one.
+        """Compute an einsum with `{name}_proj`, plus `{name}_bias` where the model has one.
 
         part: an index on the axis before the last, to use only that part of both.
         """
@@ -173,20 +174,19 @@ class LayerModule(nnx.Module):
         if getattr(self, a, None) is None:
             return out
         factors, result = equation.split("->")
-        of_x, of_weight = factors.split(",")
-        rows = "".join(axis for axis in of_x if axis in result)
-        inputs = "".join(axis for axis in of_x if axis not in result)
-        outputs = "".join(axis for axis in of_weight if axis not in inputs)
+        x_axes, weight_axes = factors.split(",")
+        rows = "".join(axis for axis in x_axes if axis in result)
+        inputs = "".join(axis for axis in x_axes if axis not in result)
+        outputs = "".join(axis for axis in weight_axes if axis not in inputs)
         layout = axes("batch", *(None,) * len(rows))
-        down = jnp.einsum(f"{of_x},{inputs}r->{rows}r", x, self.weight(a), out_sharding=layout)
+        down = jnp.einsum(f"{x_axes},{inputs}r->{rows}r", x, self.weight(a), out_sharding=layout)
         up = f"{rows}r,r{outputs}->{result}"
         added = jnp.einsum(up, down, self.weight(b), out_sharding=axes(*dims))
         return out + self.config.lora.scale * added
 
 
 class Attention(LayerModule):
-    """Self-attention with grouped heads, over a KV cache, or over this call's tokens, whose keys
-    and values [B, T, K, H] it then gives instead."""
+    """Self-attention over a KV cache, or over a call's tokens: it gives their keys and values."""
 
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -225,26 +225,25 @@ class Attention(LayerModule):
         return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 
     def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+        """Return queries [B, T, N, H], keys and values [B, T, K, H]."""
         if self.qkv_proj is None:
             q = self.project("BTD,DNH->BTNH", x_BTD, "q", "batch", None, "heads", None)
             k = self.project("BTD,DKH->BTKH", x_BTD, "k", "batch", None, "kv_heads", None)
             v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
             return q, k, v
         dims = ("batch", None, "kv_heads", None, None)
-        queries, key, value = slice(None, -2), -2, -1
         rows, width, embed = x_BTD.shape
         # In wide steps the smaller array is cut: the weight, or the product on a device. XLA on GPU
         # cuts the product at no cost, where queries are rotated and keys are written.
         if platform() != "gpu" and width > 1 and rows // shards("batch") * width > embed:
-            q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *dims, part=queries)
-            k, v = (
-                self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=part)
-                for part in (key, value)
-            )
+            q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *dims, part=slice(None, -2))
+            k = self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=-2)
+            v = self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=-1)
         else:
             all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *dims)
-            q, k, v = (all_BTKXH[..., part, :] for part in (queries, key, value))
+            q = all_BTKXH[..., :-2, :]
+            k = all_BTKXH[..., -2, :]
+            v = all_BTKXH[..., -1, :]
         shape = (rows, width, self.config.num_heads, self.config.head_dim)
         return jnp.reshape(q, shape, out_sharding=axes("batch", None, "heads", None)), k, v
 
@@ -269,7 +268,8 @@ class MLP(LayerModule):
             both_MCF = self.project(
                 f"MD,{_gate_up_axes()}->MCF", x_MD, "gate_up", "batch", None, "mlp"
             )
-            gate_MF, up_MF = both_MCF[:, 0], both_MCF[:, 1]
+            gate_MF = both_MCF[:, 0]
+            up_MF = both_MCF[:, 1]
         hidden_MF = ACTIVATIONS[self.config.activation](gate_MF) * up_MF
         out_MD = self.project("MF,FD->MD", hidden_MF, "down", "batch", None)
         return jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))

@@ -1,4 +1,4 @@
-"""The policy that a configuration names: its shape and its weights."""
+"""Shape and weights of the policy that a configuration names."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def load_policy(
     unused_ids: IdRanges = (),
     check: Callable[[ModelConfig], None] = lambda shape: None,
 ) -> tuple[ModelConfig, Params]:
-    """Shape, and float32 weights in the stored layout of the mesh in use.
+    """Return the shape, and float32 weights in the stored layout of the mesh in use.
 
     The weights come from `config.model.source`. If that is "", they are random, keyed by
     `config.seed`. vocab_size, unused_ids: the tokenizer's. check: called with the shape before
@@ -68,7 +68,7 @@ def load_policy(
 
 
 def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfig:
-    """The shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
+    """Return the shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
 
     `config.model.source` may be a directory that holds only a config.json, and models of
     `SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
@@ -101,8 +101,8 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
-    sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    same = (*sizes, "family", "rope_theta", "tie_embeddings")
+    same = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    same += ("family", "rope_theta", "tie_embeddings")
     fields = {"query_pre_attn_scalar": config.model.head_dim}
     return ModelConfig(
         vocab_size=vocab_size,
@@ -123,11 +123,6 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
-    adapters = _adapters(config.lora) if config.lora.rank else None
-    return shape.replace(dtype=dtype, remat=config.model.remat, lora=adapters)
-
-
-def _adapters(settings) -> Lora:
-    """Return the adapters that `config.lora` asks for."""
-    names = tuple(name for name in ADAPTED if re.search(settings.targets, name))
-    return Lora(settings.rank, settings.alpha, names)
+    names = tuple(name for name in ADAPTED if re.search(config.lora.targets, name))
+    lora = Lora(config.lora.rank, config.lora.alpha, names) if config.lora.rank else None
+    return shape.replace(dtype=dtype, remat=config.model.remat, lora=lora)

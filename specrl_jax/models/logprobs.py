@@ -16,18 +16,18 @@ from specrl_jax.sharding import axes, reshard, shards
 
 
 def pick(scores: Array, tokens: Array) -> Array:
-    """Scores [..., V] at tokens [...]; exact, also where other scores are -inf."""
+    """Return scores [..., V] at tokens [...]; exact, also where other scores are -inf."""
     ids = reshard(jnp.arange(scores.shape[-1], dtype=jnp.int32), "vocab")[(None,) * tokens.ndim]
     return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
 
 
 def token_logprobs(logits: Array, tokens: Array) -> Array:
-    """log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...]."""
+    """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...]."""
     return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def entropy(logits: Array) -> Array:
-    """Entropy of softmax(logits) in nats, [...] for logits [..., V]."""
+    """Return the entropy of softmax(logits) in nats, [...] for logits [..., V]."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(logits - log_z[..., None])
     finite = jnp.where(jnp.isneginf(logits), 0.0, logits)  # 0 times -inf would be NaN
@@ -49,16 +49,15 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     hidden_BTD = reshard(hidden_BTD, "batch", None, None)
     config = model.config
 
-    def of_chunk(logits: Array, inputs):
+    def finish(logits: Array, inputs):
         return function(final_logits(logits, config), inputs)
 
-    return _map_chunks(of_chunk, chunk, model.head, hidden_BTD, inputs)
+    return _map_chunks(finish, chunk, model.head, hidden_BTD, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _map_chunks(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
-    """Compute `map_tokens` with several chunks. The head is gathered once, outside the loop. Its
-    gradient is summed over the devices once, outside too."""
+    """Map over chunks. The head is gathered, and its gradient summed, once, outside the loops."""
     return _map_chunks_forward(function, chunk, head_VD, hidden_BTD, inputs)[0]
 
 

@@ -25,7 +25,7 @@ def adapted(model: ModelConfig, trained: Params, frozen: Params | None) -> Param
 
 
 def init_adapters(model: ModelConfig, key: Array) -> Params:
-    """First adapters, float32: A normal with std in^-1/2, B 0, so that they change nothing."""
+    """Return adapters that change nothing, float32: A normal with std in^-1/2, B 0."""
 
     def init(name: str, std: float) -> Array:
         parameter = ADAPTERS[name]
@@ -78,10 +78,9 @@ def merge_layer(model: ModelConfig, layer: dict[str, Array]) -> dict[str, Array]
         return layer
     merged = {name: x for name, x in layer.items() if name not in ADAPTERS}
     for name in model.lora.names:
-        a, b = (layer[adapter] for adapter in adapter_names(name))
-        product = jnp.tensordot(
-            a, b, axes=1, precision=jax.lax.Precision.HIGHEST,
-            out_sharding=axes(*LAYER[name].layout, stored=True),
-        )  # fmt: skip
+        a, b = adapter_names(name)
+        layout = axes(*LAYER[name].layout, stored=True)
+        highest = jax.lax.Precision.HIGHEST
+        product = jnp.tensordot(layer[a], layer[b], 1, precision=highest, out_sharding=layout)
         merged[name] = merged[name].astype(jnp.float32) + model.lora.scale * product
     return merged

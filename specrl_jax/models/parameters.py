@@ -37,11 +37,11 @@ class Parameter(NamedTuple):
 
     @property
     def layout(self) -> tuple[str | None, ...]:
-        """Logical axes, as in `sharding`."""
+        """Return the logical axes, as in `sharding`."""
         return tuple(_LOGICAL_AXES.get(axis) for axis in self.axes)
 
     def size(self, config: ModelConfig, axes: str) -> int:
-        """Product of the sizes of some axes."""
+        """Return the product of the sizes of some axes."""
         return math.prod(getattr(config, _SIZES[axis]) for axis in axes)
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
@@ -51,12 +51,12 @@ class Parameter(NamedTuple):
         return tuple(self.size(config, group) for group in self.file_axes.split(","))
 
     def in_file_order(self, array: np.ndarray) -> np.ndarray:
-        """A view of our array, its axes in the order of the file's."""
+        """Return a view of our array, its axes in the order of the file's."""
         order = self.file_axes.replace(",", "")
         return array.transpose([self.axes.index(axis) for axis in order])
 
     def fan_in(self, config: ModelConfig) -> int:
-        """Inputs of a matrix: the file's tensors are [outputs, inputs]."""
+        """Return the inputs of a matrix: the file's tensors are [outputs, inputs]."""
         return self.size(config, self.file_axes.split(",")[-1])
 
 
@@ -102,7 +102,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def _adapters(name: str, weight: Parameter) -> dict[str, Parameter]:
-    """A and B of a weight; A·B has the weight's axes."""
+    """Return A and B of a weight; A·B has the weight's axes."""
     outputs, inputs = weight.file_axes.split(",")
     file = weight.file_name.removesuffix(".weight")
     a, b = adapter_names(name)
@@ -118,5 +118,5 @@ ADAPTERS = {n: p for name in ADAPTED for n, p in _adapters(name, LAYER[name]).it
 
 
 def select(table: dict[str, Parameter], config: ModelConfig) -> dict[str, Parameter]:
-    """The parameters of `TOP` or `LAYER` that a decoder with this config has."""
+    """Return the parameters of `TOP` or `LAYER` that a decoder with this config has."""
     return {n: p for n, p in table.items() if not p.switch or getattr(config, p.switch)}

@@ -1,4 +1,4 @@
-"""Reads and writes slots of every row from a place of its own: the one place for their backends.
+"""Reads and writes of slots from a start for each row: the one place for their backends.
 
 XLA on TPU turns slices with a start per row into a loop over the rows. So the slots are named one
 by one there, which gives the same arrays.
@@ -26,7 +26,7 @@ def take_slots(array: Array, slots_BT: Array) -> Array:
 
 
 def write_slots(array: Array, values: Array, starts_B: Array, axis: int = 1) -> Array:
-    """The array with T slots of every row written from `starts` on; needs start + T <= S.
+    """Return the array with T slots of every row written from `starts` on; needs start + T <= S.
 
     array: [B, S, ...]; values: [B, T, ...]; axis: of S and T, if it is another one.
     starts: int32 [B]. A start that is too large writes over earlier slots.
@@ -42,7 +42,7 @@ def _read_indices(row: Array, start: Array, count: int) -> Array:
 
 
 def _write_indices(row: Array, values: Array, start: Array, axis: int) -> Array:
-    places = (slice(None),) * axis + (start + jnp.arange(values.shape[axis]),)
-    return row.at[places].set(
+    slots = (slice(None),) * axis + (start + jnp.arange(values.shape[axis]),)
+    return row.at[slots].set(
         values, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True
     )

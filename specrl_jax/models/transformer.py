@@ -41,9 +41,8 @@ class Transformer(nnx.Module):
         self.embed = nnx.Param(params["embed"])
         self.final_norm = nnx.Param(params["final_norm"])
         self.lm_head = None if config.tie_embeddings else nnx.Param(params["lm_head"])
-        stacked = isinstance(params["layers"], dict)
         self.layers = nnx.data(params["layers"])
-        self.stacked = stacked
+        self.stacked = isinstance(params["layers"], dict)
 
     def __call__(
         self,
@@ -55,7 +54,7 @@ class Transformer(nnx.Module):
         ends_BT: Array | None = None,
         gives_cache: bool = False,
     ) -> tuple[Array, KVCache | None]:
-        """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
+        """Return hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
         tokens_BT: int32 [B, T], left-aligned.
         start_B: int32 [B], slot of each row's first token, with a cache.
@@ -85,11 +84,9 @@ class Transformer(nnx.Module):
         return rms_norm(x_BTD, self.final_norm[...], self.config), cache
 
     def _rope(self, positions_BT: Array, slots: int, local: bool) -> Rope:
-        """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`. local: see
-        `rope_tables`.
+        """Return `rope_tables` of positions below `slots`, from a table where that is less work.
 
-        From a table where that is less work: XLA on CPU would compute them again for every head of
-        every layer.
+        XLA on CPU would compute them again for every head of every layer.
         """
         uses = positions_BT.size * self.config.num_heads * self.config.num_layers
         if uses < slots:
@@ -102,16 +99,16 @@ class Transformer(nnx.Module):
 
     @property
     def head(self) -> Array:
-        """Head [V, D] as the parameters hold it: `lm_head`, or the embeddings in its place."""
+        """Return the stored head [V, D]: `lm_head`, or the embeddings in its place."""
         return (self.embed if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:
-        """float32 [..., V], split over "tensor", for hidden states [..., D]."""
+        """Return float32 [..., V], split over "tensor", for hidden states [..., D]."""
         head_VD = compute_head(self.head, self.config.dtype)
         return final_logits(head_logits(hidden, head_VD), self.config)
 
     def lookup(self, tokens_BT: Array) -> Array:
-        """Embeddings [B, T, D] of tokens int32 [B, T]."""
+        """Return embeddings [B, T, D] of tokens int32 [B, T]."""
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
         if not self.config.embed_scale:
@@ -156,12 +153,12 @@ class Transformer(nnx.Module):
 
 
 def compute_head(head_VD: Array, dtype) -> Array:
-    """The head in compute type and layout."""
+    """Return the head in compute type and layout."""
     return reshard(head_VD.astype(dtype), "vocab", None)
 
 
 def head_logits(hidden: Array, head_VD: Array) -> Array:
-    """float32 [..., V], split over "tensor", for hidden states [..., D] and `compute_head`'s."""
+    """Return float32 [..., V], split over "tensor", of states [..., D] and `compute_head`'s."""
     out = axes("batch", *(None,) * (hidden.ndim - 2), "vocab")
     return jnp.einsum(
         "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
@@ -169,7 +166,7 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
 
 
 def final_logits(logits: Array, config: ModelConfig) -> Array:
-    """Logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`."""
+    """Return logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`."""
     logits = softcapped(logits, config.final_softcap)
     if not config.unused_ids:
         return logits
@@ -179,7 +176,7 @@ def final_logits(logits: Array, config: ModelConfig) -> Array:
 
 
 def param_shapes(config: ModelConfig) -> dict:
-    """Shape and type of every parameter."""
+    """Return shape and type of every parameter."""
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -190,22 +187,22 @@ def param_shapes(config: ModelConfig) -> dict:
 
 
 def param_count(config: ModelConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(x.size for x in jax.tree.leaves(param_shapes(config)))
 
 
 def abstract_params(config: ModelConfig) -> dict:
-    """Shape, type and stored layout of every parameter on the mesh in use, without the arrays."""
+    """Return shape, type and stored layout of every parameter on the mesh in use."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def abstract_trained(config: ModelConfig) -> dict:
-    """As `abstract_params`, but of what is trained: adapters, where there are any."""
+    """Return `abstract_params` of what is trained: adapters, where there are any."""
     return lora.abstract_adapters(config) if config.lora else abstract_params(config)
 
 
 def param_specs(config: ModelConfig) -> dict:
-    """Partition of every parameter as it is stored (master weights, optimizer state)."""
+    """Return the partition of every parameter as it is stored (master weights, optimizer state)."""
     shapes = param_shapes(config)
     layers = {n: axes(None, *LAYER[n].layout, stored=True) for n in shapes["layers"]}
     top = {n: axes(*TOP[n].layout, stored=True) for n in shapes if n != "layers"}
@@ -213,7 +210,7 @@ def param_specs(config: ModelConfig) -> dict:
 
 
 def check_mesh(config: ModelConfig) -> None:
-    """Raises ValueError, in one line, for a size that the mesh in use cannot split evenly."""
+    """Raise ValueError, in one line, for a size that the mesh in use cannot split evenly."""
     for field, axis in (
         ("num_heads", "heads"),
         ("num_kv_heads", "kv_heads"),
@@ -232,7 +229,7 @@ def check_mesh(config: ModelConfig) -> None:
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """Random float32 parameters: normal with std fan_in^-1/2, norms multiply by 1, biases 0.
+    """Return random float32 parameters: normal with std fan_in^-1/2, norms multiply by 1, biases 0.
 
     The outputs into the residual stream are scaled by (2 L)^-1/2.
     """
@@ -258,19 +255,19 @@ def init_params(config: ModelConfig, key: Array) -> Params:
 
 
 def place_params(config: ModelConfig, params: dict) -> Params:
-    """Host weights → device arrays in the stored layout of the mesh in use."""
+    """Place host weights in the stored layout of the mesh in use."""
     return jax.tree.map(put_as, params, param_specs(config))
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """The rollout's weights, made once a step: a copy for decode steps, and as `stacked` the layers
-    as they are, which take the place of `layers` for rows that begin."""
+    """Return the rollout's weights, made once a step: a copy for decode steps, and as `stacked` the
+    layers as they are, which rows that begin use."""
     return copy_weights(config, params) | {"stacked": params["layers"]}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
-    """Weights cast to the compute type, but for the norms' scales, gathered over "fsdp", layers
+    """Copy weights: cast to the compute type, but for norms' scales, gathered over "fsdp", layers
     unstacked, adapters added, projections joined."""
     convert = functools.partial(convert_weight, config)
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
@@ -300,7 +297,7 @@ CRITIC_KINDS = {"head": False, "network": True}
 
 
 def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
-    """The critic's first parameters; `params` are the policy's."""
+    """Return the critic's first parameters; `params` are the policy's."""
     critic = {"head": jnp.zeros(model.embed_dim, out_sharding=axes(None, stored=True))}
     if CRITIC_KINDS[kind]:
         own = {name: x for name, x in params.items() if name != "lm_head"}
@@ -310,12 +307,12 @@ def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
 
 
 def token_values(critic: Params, hidden: Array) -> Array:
-    """float32 [...] in units of reward, for hidden states [..., D] of the critic's decoder."""
+    """Return float32 [...] in units of reward, for states [..., D] of the critic's decoder."""
     return jnp.einsum("...D,D->...", hidden.astype(jnp.float32), critic["head"])
 
 
 def critic_decoder(model: ModelConfig, critic: Params) -> Transformer | None:
-    """The critic's own decoder, whose `logits` mean nothing; None if it reads the policy's."""
+    """Return the critic's own decoder, without a head; None if it reads the policy's states."""
     if "decoder" not in critic:
         return None
     return Transformer(model.replace(tie_embeddings=True, lora=None), critic["decoder"])

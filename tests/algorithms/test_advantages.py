@@ -25,6 +25,14 @@ def test_by_hand():
     # Sample standard deviations: √(1/3) and 1/2.
     expected = [0.866025, -0.866025, -0.866025, 0.866025, -0.5, -0.5, -0.5, 1.5]
     np.testing.assert_allclose(scaled, expected, rtol=1e-5)
+    # RLOO: each against the mean of the other three.
+    others = group_relative(rewards, config(4, leave_one_out=True))
+    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, 1]
+    np.testing.assert_allclose(others, expected, rtol=1e-6)
+    # ε is added to the standard deviation, √(1/2).
+    got = group_relative(np.array([0.0, 1.0], np.float32), config(2, True), epsilon=0.5)
+    expected = 0.5 / (np.sqrt(0.5) + 0.5)
+    np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -32,21 +40,6 @@ def test_by_hand():
 def test_equal_rewards_give_exactly_zero(reward, normalize_std):
     rewards = np.full(24, reward, np.float32)
     np.testing.assert_array_equal(group_relative(rewards, config(8, normalize_std)), 0.0)
-
-
-def test_epsilon_is_added_to_the_standard_deviation():
-    rewards = np.array([0.0, 1.0], np.float32)
-    got = group_relative(rewards, config(2, True), epsilon=0.5)
-    expected = 0.5 / (np.sqrt(0.5) + 0.5)
-    np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
-
-
-def test_leave_one_out_by_hand():
-    """RLOO: each against the mean of the other three."""
-    rewards = np.float32([1, 0, 0, 1, 3, 1, 1, 1])
-    got = group_relative(rewards, config(4, leave_one_out=True))
-    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2, -2 / 3, -2 / 3, -2 / 3]
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.5, 1.0)])

@@ -67,8 +67,8 @@ def plain_loss(head_params, params, batch, ids):
         log_p = log_probs(model, hidden, ids)[first - 1 : -1]
         for depth, before in enumerate(OVERLAPS):
             states = jnp.concatenate([states[:, :1], states[:, :-1]], axis=1)
-            places = jnp.arange(first + count)[None]
-            states, _ = head(states, model.lookup(tokens), positions_BT=places)
+            positions = jnp.arange(first + count)[None]
+            states, _ = head(states, model.lookup(tokens), positions_BT=positions)
             log_q = log_probs(model, states, ids)[first - 1 : -1]
             kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q))
             tv = jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q))) / 2

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from loss_batches import PLAIN, as_batch
 
-from specrl_jax.algorithms.losses import KL_ESTIMATORS, REPORTED_KL, policy_loss
+from specrl_jax.algorithms.losses import KL_ESTIMATORS, kl_penalty, policy_loss
 
 POLICY = np.array([0.2, 0.3, 0.5])
 REFERENCE = np.array([0.7, 0.2, 0.1])
-IN_THE_LOSS = [name for name in KL_ESTIMATORS if name not in REPORTED_KL]
+EACH = pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 
 
 def distributions(seed: int, *shape: int) -> np.ndarray:
@@ -47,9 +47,8 @@ def mean_loss(logits, estimator, reference, old, sampler):
     return total
 
 
-def slope(estimator, policy, reference, old, sampler=None):
+def slope(estimator, policy, reference, old, sampler):
     """Return (mean loss, its gradient by the logits [V]) in float64."""
-    sampler = old if sampler is None else sampler
     differentiate = jax.value_and_grad(mean_loss)
     with jax.enable_x64(True):
         value, gradient = differentiate(np.log(policy), estimator, reference, old, sampler)
@@ -63,43 +62,29 @@ def exact(policy, reference):
         return float(value), np.asarray(gradient)
 
 
-@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+@EACH
 def test_the_gradient_by_hand(estimator):
     """pi_y (log pi_y / ref_y - KL): KL = 0.6758, .2 (-1.2528 - .6758) = -.3857, and so on."""
-    _, gradient = slope(estimator, POLICY, REFERENCE, POLICY)
+    _, gradient = slope(estimator, POLICY, REFERENCE, POLICY, POLICY)
     np.testing.assert_allclose(gradient, [-0.3857, -0.0811, 0.4668], atol=5e-5)
     np.testing.assert_allclose(gradient, exact(POLICY, REFERENCE)[1], rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "gradient"), [("k1", 0 * POLICY), ("k3", POLICY - REFERENCE)]
-)
-def test_what_is_for_reports_has_another_gradient(estimator, gradient):
-    """That of KL(ref || pi) by the logits is pi - ref."""
-    assert estimator in REPORTED_KL
-    np.testing.assert_allclose(slope(estimator, POLICY, REFERENCE, POLICY)[1], gradient, atol=1e-12)
+@pytest.mark.parametrize("weighted", [False, True])
+@EACH
+def test_tokens_of_an_older_policy(estimator, weighted):
+    """In later updates of a step tokens are not from the policy any more; or they are from a third
+    one, with importance weights."""
+    for seed in (1, 2, 3):
+        policy, reference, old, sampler = distributions(seed, 4, 5)
+        want_value, want = exact(policy, reference)
+        value, gradient = slope(estimator, policy, reference, old, sampler if weighted else old)
+        np.testing.assert_allclose(gradient, want, rtol=1e-9, atol=1e-12)
+        if estimator != "k2":  # biased
+            assert value == pytest.approx(want_value, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("estimator", IN_THE_LOSS)
-def test_tokens_of_an_older_policy(estimator, seed):
-    """In later updates of a step, and in later passes, tokens are not from the policy any more."""
-    policy, reference, old = distributions(seed, 3, 5)
-    want_value, want = exact(policy, reference)
-    value, gradient = slope(estimator, policy, reference, old)
-    np.testing.assert_allclose(gradient, want, rtol=1e-9, atol=1e-12)
-    if estimator != "k2":  # biased
-        assert value == pytest.approx(want_value, rel=1e-9)
-
-
-@pytest.mark.parametrize("estimator", IN_THE_LOSS)
-def test_tokens_of_a_third_policy_with_importance_weights(estimator):
-    policy, reference, old, sampler = distributions(4, 4, 5)
-    _, gradient = slope(estimator, policy, reference, old, sampler)
-    np.testing.assert_allclose(gradient, exact(policy, reference)[1], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+@EACH
 def test_contexts_count_as_they_were_sampled(estimator):
     """Two tokens, a policy for the first and one for the second after each first: the gradient is
     that of the first's KL and of the second's KLs, these as often as the old policy came there."""
@@ -125,16 +110,12 @@ def test_contexts_count_as_they_were_sampled(estimator):
     np.testing.assert_allclose(gradient, want, rtol=1e-9, atol=1e-12)
 
 
-def test_the_worked_row():
-    """π(y) = 0.5, π_ref(y) = 0.25."""
+@pytest.mark.parametrize(("estimator", "value"), [("k1+", 0.693), ("k2", 0.240), ("k3+", 0.193)])
+def test_the_worked_row(estimator, value):
+    """π(y) = 0.5, π_ref(y) = 0.25, first with π_old(y) = 0.5, then with 0.25: a ratio of 2."""
     d = np.float32(np.log(0.25) - np.log(0.5))
-    values = {name: float(estimate(d)) for name, estimate in KL_ESTIMATORS.items()}
-    expected = {"k1": 0.693, "k2": 0.240, "k3": 0.193, "k1+": 0.693, "k3+": 0.193}
-    assert values == pytest.approx(expected, abs=5e-4)
-    for name in IN_THE_LOSS:  # d falls as log π(y) rises
-        assert -jax.grad(KL_ESTIMATORS[name])(d) == pytest.approx(0.693, abs=5e-4)
-
-
-def test_the_estimator_to_take_instead_is_one_of_the_loss():
-    assert {instead for _, instead in REPORTED_KL.values()} <= set(IN_THE_LOSS)
-    assert PLAIN.kl_estimator in IN_THE_LOSS
+    differentiate = jax.value_and_grad(kl_penalty, argnums=1)
+    for ratio in (1, 2):
+        got, gradient = differentiate(estimator, d, np.log(np.float32(ratio)))
+        assert got == pytest.approx(ratio * value, abs=1e-3)
+        assert -gradient == pytest.approx(ratio * 0.693, abs=1e-3)  # d falls as log π(y) rises

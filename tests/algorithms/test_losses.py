@@ -62,7 +62,7 @@ def test_clipped_says_where_the_gradient_vanishes():
 
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
 @pytest.mark.parametrize("dual_clip", [0.0, 3.0])
-@pytest.mark.parametrize("log_ratio", [-1e30, -200.0, 200.0, 1e30])
+@pytest.mark.parametrize("log_ratio", [-1e30, 200.0, 1e30])
 def test_extreme_ratios_stay_finite(log_ratio, dual_clip, advantage):
     def total(log_ratio):
         config = dataclasses.replace(PLAIN, dual_clip=dual_clip)

@@ -28,7 +28,6 @@ BROKEN = {
 SPEED = {"curriculum.name": "speed"}
 DAPO = {"algorithm.dynamic_sampling": True}
 GUESS = {"environment.name": "guess"}
-KL = {"algorithm.kl_coef": 0.1}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
@@ -71,10 +70,6 @@ IMPOSSIBLE = [
     (SOLUTIONS | SPEED, "algorithm.solution_coef", "0 where curriculum.name is speed"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
     ({"reward.name": "exact+reasoning_gym"}, "reward.name", "is sort .reasoning_gym scores only"),
-    (KL | {"algorithm.kl_estimator": "k1"}, "algorithm.kl_estimator",
-     r"k1\+ where .*kl_coef is > 0 \(the gradient of k1 is 0 in expectation\)"),
-    (KL | {"algorithm.kl_estimator": "k3"}, "algorithm.kl_estimator",
-     r"k3\+ where .* \(the gradient of k3 is that of KL\(reference \|\| policy\)\)"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip

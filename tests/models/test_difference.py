@@ -9,7 +9,7 @@ from test_gguf import TINY_FILES, write_gguf
 from test_lora import make, merged_by_hand
 
 from specrl_jax.models import hf
-from specrl_jax.models.difference import Source, compare
+from specrl_jax.models.difference import compare
 
 
 def norm(tree) -> float:
@@ -25,8 +25,7 @@ def test_weights_with_their_adapters_added(mesh, tmp_path, name):
     merged = merged_by_hand(model, frozen, adapters)
     hf.save(tmp_path / "base", model, frozen)
     hf.save(tmp_path / "merged", model, merged)
-    sources = (Source(str(tmp_path / x), x) for x in ("base", "merged"))
-    difference = compare(*sources, model, adapters)
+    difference = compare(str(tmp_path / "base"), str(tmp_path / "merged"), model, adapters)
     change = jax.tree.map(lambda x, y: np.asarray(x, np.float64) - y, merged, frozen)
     share = norm(change) / norm(frozen)
     assert difference.relative == pytest.approx(share, rel=1e-5)
@@ -41,8 +40,7 @@ def test_a_gguf_file_of_the_same_model(mesh, tmp_path):
     """It rounds weights to float16, and the numbers of the config to float32."""
     model, _, adapters = make("qwen3", ("q_proj",))
     file = write_gguf("qwen3_tied", tmp_path)
-    sources = (Source(str(file), "a"), Source(str(TINY_FILES / "qwen3_tied"), "b"))
-    difference = compare(*sources, model, adapters)
+    difference = compare(str(file), str(TINY_FILES / "qwen3_tied"), model, adapters)
     assert 0 <= difference.relative < 2**-11
     assert difference.largest < 2**-11
 
@@ -59,10 +57,10 @@ def test_models_that_compute_otherwise(mesh, tmp_path, changes, words):
     model, frozen, adapters = make("qwen3")
     hf.save(tmp_path / "a", model, frozen)
     hf.save(tmp_path / "b", model.replace(**changes), frozen)
-    sources = (Source(str(tmp_path / "a"), "model.source"), Source(str(tmp_path / "b"), "--base"))
+    sources = (str(tmp_path / "a"), str(tmp_path / "b"))
     if not words:
         assert compare(*sources, model, adapters).relative == 0
         return
-    words = words.format(a=tmp_path / "a", b=tmp_path / "b")
+    words = words.format(a=sources[0], b=sources[1])
     line = line_of(compare, *sources, model, adapters)
     assert line == f"--base must be a model with the sizes of model.source: {words}"

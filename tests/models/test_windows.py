@@ -21,17 +21,3 @@ def test_a_rollout_with_drafts_equals_the_naive_loop(mesh, name):
     # A draft and a response are longer than the window.
     assert np.max(rollout.prefix_lens) > model.sliding_window
     assert np.max(rollout.lens - rollout.prefix_lens) > model.sliding_window
-
-
-@pytest.mark.slow
-def test_steps_of_several_tokens_change_none(mesh):
-    model = FAMILIES["gemma3"]
-    prompts = ref.random_prompts(4)
-    _, weights = ref.policy(0.0, model)
-    options = {"slots": 10, "accept": "match", "sampling": ref.SAMPLING}
-    plain, _ = ref.run(ref.make_spec(model, **options), weights, prompts)
-    wide = ref.make_spec(model, **options, tree=ref.TREE, max_width=4)
-    history = ref.history_of(wide, plain.tokens, plain.lens)
-    drafted, _ = ref.run(wide, weights, prompts, history=history)
-    ref.check_equal(drafted, plain, but=("sources",))
-    assert np.any(np.asarray(drafted.sources) > 0)

@@ -247,19 +247,6 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
         check_run_config(tmp_path, small_config())
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_a_run_with_an_estimator_that_the_loss_does_not_take(tmp_path, name):
-    """It goes on where the estimator had no effect."""
-    save_run_config(tmp_path, small_config({"algorithm.kl_estimator": name}))
-    assert check_run_config(tmp_path, small_config())
-    save_run_config(
-        tmp_path, small_config({"algorithm.kl_estimator": name, "algorithm.kl_coef": 0.1})
-    )
-    line = rf'algorithm.kl_estimator was "{name}", now "k3\+"'
-    with pytest.raises(ValueError, match=line):
-        check_run_config(tmp_path, small_config({"algorithm.kl_coef": 0.1}))
-
-
 def test_a_damaged_run_config_is_named(tmp_path):
     pathlib.Path(tmp_path, "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
