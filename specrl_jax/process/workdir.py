@@ -1,7 +1,4 @@
-"""A run's work directory: what may lie in it, and which run may go on there.
-
-Takes paths and configurations; raises ValueError in one line, before anything is computed.
-"""
+"""Checks of a run's work directory, before anything is computed: which run may go on there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,11 +18,8 @@ MAY_CHANGE = may_change(RUN)
 MAY_CHANGE_FROM_OTHER = ("resume_from", *may_change(RUN, ORIGIN))
 
 
-def check_places(workdir: Path) -> None:
-    """Raise ValueError where a file is in a folder's place in `workdir`, or a folder in a file's.
-
-    So that no step is computed before that is noticed.
-    """
+def check_paths(workdir: Path) -> None:
+    """Raise ValueError where `workdir` has a file for a folder or a folder for a file."""
     folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
     files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
     for path in folders:

@@ -1,8 +1,7 @@
 """Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
 
-`COLLECTORS` holds them; `build` chooses one for a run. Most steps are one rollout. With dynamic
-sampling or screening (`group_buffer`) they are as many as fill the batch. A way has no state of its
-own: what waits for the next step is a part of `RunState`.
+`build` chooses one of `COLLECTORS` for a run. A way has no state of its own: what waits for the
+next step is a part of `RunState`.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
 )
 from specrl_jax.training.episodes import Responses, mean_by_function
-from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
+from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
@@ -87,7 +86,7 @@ class WholeRollout:
 
 
 class RunningAhead(WholeRollout):
-    """One rollout, whose idle places begin the prompts of the next step (`carry_over.RunAhead`)."""
+    """One rollout, whose free slots begin the prompts of the next step (`carry_over.RunAhead`)."""
 
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.run_ahead
@@ -128,8 +127,10 @@ class RunningAhead(WholeRollout):
 
 
 class PartialRollout(WholeRollout):
-    """One rollout of more groups than are trained on, which ends once enough are done; the others
-    go on in the next step (`carry_over.Resumed`)."""
+    """One rollout of more groups than are trained on, which ends once enough are done.
+
+    The others go on in the next step (`carry_over.Resumed`).
+    """
 
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.partial > 0
@@ -150,9 +151,9 @@ class PartialRollout(WholeRollout):
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
         fillers = size + config.partial - count
-        places = np.append(np.arange(count), np.zeros(fillers, int))
+        filled = np.append(np.arange(count), np.zeros(fillers, int))
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
-        return select(prompts, places), carry_over
+        return select(prompts, filled), carry_over
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         state.resumed = rollouts[0].result.resumed
@@ -160,8 +161,7 @@ class PartialRollout(WholeRollout):
 
 
 class WaitingGroups(WholeRollout):
-    """As many rollouts as fill the batch with groups that teach (`group_buffer`); the groups and
-    parts of groups beyond it wait."""
+    """Rollouts until groups that teach fill the batch; those beyond it wait (`group_buffer`)."""
 
     def is_asked_for(self, config: Any) -> bool:
         screens = part_size(config) < config.rollout.group_size
@@ -178,7 +178,7 @@ class WaitingGroups(WholeRollout):
         return state.groups.wants_rollout()
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
-        """New prompts, and then the further parts of the groups that are to be finished."""
+        """Return new prompts, and then the further parts of the groups that are to be finished."""
         groups = state.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
         if groups.to_finish:
@@ -197,16 +197,16 @@ class WaitingGroups(WholeRollout):
         size = run.trained_group_size
         filler = rollouts[0].prompts.examples[0].base_id
         groups, values = state.groups.take_batch(filler)
-        places = places_of(groups, size)
+        row_ids, rewards = pick_rows(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
-        rollout = assemble(sources, places)
+        rollout = assemble(sources, row_ids)
         lens = hosts.fetch(rollout.lens)
-        stale = int(lens[places[:, 0] == KEPT].sum())
+        stale = int(lens[row_ids[:, 0] == KEPT].sum())
         values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
         state.groups.kept_rows = assemble(sources, state.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         values |= Stats.total([x.result.stats for x in rollouts]).metrics()
-        return TrainBatch(prompts, rollout, rewards_of(groups, size), values)
+        return TrainBatch(prompts, rollout, rewards, values)
 
 
 # A run's way is the first that its configuration asks for. None asks for two of the first three.
@@ -271,8 +271,8 @@ def find_drafts(
 ) -> DraftInputs:
     """Return what the rollout of `prompts` may draft from.
 
-    previous: the newest responses, which the store has given already.
-    next_prompts: of the step after it, begun in the same rollout; None: there are none.
+    previous: the newest responses of the store. next_prompts: of the next step, begun in the same
+    rollout; None: there are none.
     """
     config = run.config.rollout
     drafts = None
@@ -292,10 +292,10 @@ def find_drafts(
 
 
 def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
-    """The drafts without a share of those of unsolved groups, other samples at every visit.
+    """Leave out a share of the drafts of unsolved groups, other samples at every visit.
 
     A group whose responses are all wrong and all reused would be the same for ever. An exact rule
-    keeps all: what it emits is exact only if no reward decides which drafts it sees.
+    keeps all: its tokens are exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
     rule = run.rollout_spec.accept
@@ -311,7 +311,7 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
 
 
 def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-    """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
+    """Return all stored responses, newest generation first: tokens [Q, E * G, R], lens.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
     """

@@ -1,8 +1,4 @@
-"""The second half of a step: rewards → advantages → updates.
-
-Takes the run, its state and what was collected, a `TrainBatch`; changes `state.train` and gives the
-metrics of the updates.
-"""
+"""Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
 import functools
@@ -15,11 +11,7 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import (
-    AdvantageConfig,
-    choose_advantage,
-    overlong_penalty,
-)
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
@@ -39,13 +31,13 @@ from specrl_jax.types import Batch
 
 
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
-    """All updates of a step; changes `state.train`, returns their metrics."""
+    """Make all updates of a step: change `state.train`, return their metrics."""
     rewards, values = shaped_rewards(run, collected)
     batch = make_batch(collected.prompts, collected.rollout)
     batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        # Uncapped: what undoes the bias of the acceptance rule.
+        # They undo the bias of the acceptance rule, and are capped later.
         weights = off_policy.importance_weights(
             collected.rollout,
             np.float32(run.log_lenience),
@@ -61,7 +53,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """The rewards trained on: those of the task, less what a response's length costs."""
+    """Return the task's rewards, less the price of a response's length, and that price's metric."""
     settings = run.config.reward
     if not settings.overlong_tokens:
         return collected.rewards, {}
@@ -75,13 +67,12 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
 def with_advantages(
     run: Run, state: RunState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with advantages; with a critic also with its values and returns."""
-    update_spec = run.update_spec
+    """Return the batch with advantages; with a critic also with its values and returns."""
     values = None
-    if update_spec.critic:
+    if run.update_spec.critic:
         packed = _pack_all(run, batch)
         frozen = state.frozen(run.model)
-        values = critic_values(update_spec, state.train, packed, frozen=frozen)
+        values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
@@ -94,22 +85,20 @@ def with_advantages(
 
 @functools.partial(jax.jit, static_argnames="cap")
 def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
-    """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
-    sampling", JCGS 17, 2008)."""
-    mask = batch.mask
+    """Cap the importance weights (Ionides, "Truncated importance sampling", JCGS 17, 2008)."""
     weights = jnp.minimum(batch.weights, cap)
+    above = (batch.weights > cap).astype(jnp.float32)
     return dataclasses.replace(batch, weights=weights), {
-        "policy/importance_mean": masked_mean(weights, mask),
-        "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
+        "policy/importance_mean": masked_mean(weights, batch.mask),
+        "policy/importance_capped": masked_mean(above, batch.mask),
     }
 
 
 def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
-    """The batch in which the last response of each unsolved group is replaced by the solution of
-    its problem, where there is one: SuperRL (arXiv 2506.01096, section 3).
+    """Replace the last response of each unsolved group by its problem's solution, if it has one.
 
     A group is unsolved where none of its responses has the reward of a right one, 1. Only the
-    update sees solutions.
+    update sees solutions. SuperRL (arXiv 2506.01096, section 3).
     """
     group_size = run.trained_group_size
     tokens = np.zeros(batch.old_logprobs.shape, np.int32)
@@ -120,15 +109,13 @@ def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch
         row = (group + 1) * group_size - 1
         tokens[row, : len(solution)] = solution
         lens[row] = len(solution)
-    share = np.count_nonzero(lens) / len(unsolved)
-    return _replace(batch, put(tokens, "batch", None), put(lens, "batch")), {
-        "update/solutions": share
-    }
+    batch = _replace(batch, put(tokens, "batch", None), put(lens, "batch"))
+    return batch, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
 
 
 @jax.jit
 def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
-    """The batch with these responses, which are given, where their length is not 0."""
+    """Put these responses, which are given, in the batch where their length is not 0."""
     given = lens > 0
     slots = batch.tokens.shape[1] - tokens_BR.shape[1]
     tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
@@ -144,9 +131,8 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
 def _update_by_mini_batches(
     run: Run, state: RunState, batch: Batch, collected: TrainBatch
 ) -> dict[str, float]:
-    """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
+    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    update_spec = run.update_spec
     batch, values = _with_other_logprobs(run, state, batch)
     if batch.weights is not None:
         batch, more = _capped(batch, run.config.algorithm.importance_cap)
@@ -154,13 +140,17 @@ def _update_by_mini_batches(
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         values |= more
-    frozen = state.frozen(run.model)
     critic_alone = state.step <= frozen_steps(run.config)
     history = []
     mini_batches = pack_mini_batches(run, batch)
     for packed in mini_batches * settings.passes:
         state.train, sums = update(
-            update_spec, state.train, batch, packed, frozen=frozen, policy_frozen=critic_alone
+            run.update_spec,
+            state.train,
+            batch,
+            packed,
+            frozen=state.frozen(run.model),
+            policy_frozen=critic_alone,
         )
         history.append(sums)
     history = finite_updates(run, state, hosts.fetch(history))
@@ -185,12 +175,12 @@ _STAGES = {
 def finite_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
-    """The scalars of the updates that were not skipped; counts those that were in `state`.
+    """Return the scalars of the updates that were not skipped; count the others in `state`.
 
     Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
     or `updates.skip_nonfinite` updates in a row were skipped.
     """
-    config = run.config
+    fields = dict(flatten(run.config))
     made = []
     for sums in history:
         stage, name = _first_nonfinite(sums)
@@ -201,11 +191,11 @@ def finite_updates(
         prefix, field = _STAGES[stage]
         state.skipped_in_row += 1
         skippable = name in ("loss", "grad_norm")
-        if not skippable or state.skipped_in_row >= config.updates.skip_nonfinite:
+        if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
             row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
             raise FloatingPointError(
                 f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
-                f"now {dict(flatten(config))[field]}"
+                f"now {fields[field]}"
             )
         state.skipped += 1
     return made
@@ -221,18 +211,18 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
 
 
 def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
-    """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
+    """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
-    config = run.config
-    size = config.updates.mini_batch_size
+    updates = run.config.updates
+    algorithm = run.config.algorithm
     included = np.ones(len(rows), bool)
     # They give a gradient to rows without an advantage.
-    others = config.algorithm.kl_coef or config.algorithm.entropy_coef or run.update_spec.critic
-    if config.updates.skip_no_signal and not others:
+    others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
+    if updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
     return [
         pack_rows(run.update_spec, batch, part, included[part])
-        for part in np.split(rows, len(rows) // size)
+        for part in np.split(rows, len(rows) // updates.mini_batch_size)
     ]
 
 
@@ -248,8 +238,7 @@ def _pack_all(run: Run, batch: Batch) -> PackedRows:
 
 
 def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    update_spec = run.update_spec
+    """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     values = {}
     recompute = run.config.updates.old_logprobs == "recompute"
     penalized = run.config.algorithm.kl_coef > 0
@@ -257,23 +246,21 @@ def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch
         return batch, values
     packed = _pack_all(run, batch)
     if recompute:
-        old = logprobs(update_spec, state.policy(run.model), packed)
+        old = logprobs(run.update_spec, state.policy(run.model), packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         if batch.weights is not None:  # they were sampled by the rollout's arithmetic
             weights = batch.weights * jnp.exp(old - batch.old_logprobs)
             batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
     if penalized:
-        reference = logprobs(update_spec, state.reference.policy(run.model), packed)
+        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 
 
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    rows = sum(np.any(hosts.fetch(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
-    slots = sum(
-        hosts.fetch(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
-    )
+    rows = sum(np.any(hosts.fetch(x.nodes) >= 0, axis=1).sum() for x in mini_batches)
+    slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
         "update/signal_fraction": rows / len(batch.tokens),
         "update/computed_fraction": slots / batch.tokens.size,

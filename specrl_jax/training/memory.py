@@ -1,7 +1,7 @@
-"""The largest arrays of a run, estimated from its configuration: whether they fit, what sets them.
+"""Estimates of a run's largest arrays from its configuration.
 
-The estimate counts less than a run needs, so that what fits is not refused. `check` comes before
-anything is allocated: a system may end a process that takes too much without a word.
+They are below what a run needs, so that what fits is not refused. `check` comes before anything is
+allocated: a system may end a process that takes too much without a word.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ class Part(NamedTuple):
 
 
 def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list[Part]]]:
-    """Each stage of a run, and what it holds at once. prompts: to train on."""
-    rollout, updates, warmup, evaluation = (
-        config[name] for name in ("rollout", "updates", "warmup", "evaluate")
-    )
-    tokens = config.data.prompt_len
+    """Yield each stage of a run, and its arrays at once. prompts: to train on."""
+    rollout = config.rollout
+    updates = config.updates
+    warmup = config.warmup
+    evaluation = config.evaluate
     of_row = "data.prompt_len rollout.response_len"
-    slots = tokens + rollout.response_len
+    slots = config.data.prompt_len + rollout.response_len
     itemsize = jnp.dtype(model.dtype).itemsize
     of_model = "model.source" if config.model.source else "model.num_layers model.embed_dim"
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
@@ -56,8 +56,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     has_head = DRAFT_SOURCES[rollout.draft].head
     layers = model.num_layers + has_head
     if has_head:
-        head = Part("draft head and optimizer", of_model, 12 * draft_head_size(model))
-        kept.append(head)
+        kept.append(Part("draft head and optimizer", of_model, 12 * draft_head_size(model)))
     fields = "data.prompts rollout.group_size rollout.response_len"
     generations = rollout.draft_age
     if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
@@ -116,7 +115,7 @@ def check(config, model: ModelConfig, prompts: int) -> None:
 
 
 def device_memory() -> tuple[float, str]:
-    """Bytes of all devices of the mesh in use, and what has them."""
+    """Return the bytes of all devices of the mesh in use, and what has them."""
     devices = jax.sharding.get_mesh().devices.ravel()
     if devices[0].platform == "cpu":
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
