@@ -213,59 +213,6 @@ class WaitingGroups(WholeRollout):
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
-    """Return what a step trains on, with the metrics of all that was rolled out."""
-    batch = run.collector.batch(run, state, rollouts)
-    values = batch.metrics | _reward_metrics(run, batch, rollouts)
-    values["data/prompts_seen"] = state.prompts_seen
-    values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
-    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
-    prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
-    draft_lens = _joined(x.result.draft_lens for x in rollouts)
-    values |= rollout_metrics(
-        _joined(x.tokens for x in rollouts),
-        _joined(x.lens for x in rollouts),
-        prefix_lens,
-        run.rollout_spec.eos_ids,
-        draft_lens=draft_lens,
-        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
-        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
-        group_size=run.rollout_spec.group_size,
-    )
-    if rollouts[0].turns is not None:
-        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
-    rejected_mass = 0.0
-    rule = run.rollout_spec.accept
-    if not rule.samples_anew:
-        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
-        values |= off_policy.measure(
-            batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
-        )
-    return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
-
-
-def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
-    rewards = _joined(x.scores.rewards for x in rollouts)
-    failed = _joined(x.scores.failed for x in rollouts)
-    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    values |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
-    if noise_visits(run.config) > 1:
-        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
-    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
-        none_failed = np.zeros(len(batch.rewards), bool)
-        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
-        values |= {name: trained[name] for name in GROUP_REWARDS}
-    return values
-
-
-def _joined(arrays) -> np.ndarray:
-    return np.concatenate(list(arrays))
-
-
-# Drafts -------------------------------------------------------------------------------------------
-
-
 def find_drafts(
     run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
 ) -> DraftInputs:
@@ -329,3 +276,53 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
         return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
 
     return tuple(joined(arrays) for arrays in zip(*parts))
+
+
+def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    """Return what a step trains on, with the metrics of all that was rolled out."""
+    batch = run.collector.batch(run, state, rollouts)
+    values = batch.metrics | _reward_metrics(run, batch, rollouts)
+    values["data/prompts_seen"] = state.prompts_seen
+    values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
+    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
+    prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
+    draft_lens = _joined(x.result.draft_lens for x in rollouts)
+    values |= rollout_metrics(
+        _joined(x.tokens for x in rollouts),
+        _joined(x.lens for x in rollouts),
+        prefix_lens,
+        run.rollout_spec.eos_ids,
+        draft_lens=draft_lens,
+        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
+        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
+        group_size=run.rollout_spec.group_size,
+    )
+    if rollouts[0].turns is not None:
+        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
+    rejected_mass = 0.0
+    rule = run.rollout_spec.accept
+    if not rule.samples_anew:
+        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
+        values |= off_policy.measure(
+            batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
+        )
+    return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
+
+
+def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
+    rewards = _joined(x.scores.rewards for x in rollouts)
+    failed = _joined(x.scores.failed for x in rollouts)
+    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    values |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
+    if noise_visits(run.config) > 1:
+        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
+    return values
+
+
+def _joined(arrays) -> np.ndarray:
+    return np.concatenate(list(arrays))

@@ -88,7 +88,7 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
-    """Scorer that rolls prompts out, one turn each, and turns the token ids into rewards."""
+    """Scorer that rolls prompts out, one turn each, and scores the responses."""
 
     pool: RewardPool | RewardSum
     tokenizer: Tokenizer
@@ -107,7 +107,7 @@ class ResponseScorer:
         speculation: Speculation | None = None,
         clock: Stopwatch | None = None,
     ) -> Responses:
-        """Return responses to `prompts` and their rewards; arguments as of `generate`.
+        """Roll `prompts` out and score the responses; arguments as of `rollout.generate`.
 
         clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
         """

@@ -83,6 +83,63 @@ def with_advantages(
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
+def _update_by_mini_batches(
+    run: Run, state: RunState, batch: Batch, collected: TrainBatch
+) -> dict[str, float]:
+    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
+    settings = run.config.updates
+    batch, values = _with_other_logprobs(run, state, batch)
+    if batch.weights is not None:
+        batch, more = _capped(batch, run.config.algorithm.importance_cap)
+        values |= more
+    if run.config.algorithm.solution_coef:
+        batch, more = with_solutions(run, batch, collected)
+        values |= more
+    critic_alone = state.step <= frozen_steps(run.config)
+    history = []
+    mini_batches = pack_mini_batches(run, batch)
+    for packed in mini_batches * settings.passes:
+        state.train, sums = update(
+            run.update_spec,
+            state.train,
+            batch,
+            packed,
+            frozen=state.frozen(run.model),
+            policy_frozen=critic_alone,
+        )
+        history.append(sums)
+    history = finite_updates(run, state, hosts.fetch(history))
+    values = _update_metrics(run, history) | values
+    values |= _packing_metrics(mini_batches, batch)
+    if settings.skip_nonfinite:
+        values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
+    steps = state.step - frozen_steps(run.config)
+    updates = steps * len(mini_batches) * settings.passes - state.skipped
+    values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
+    return {name: float(value) for name, value in values.items()}
+
+
+def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
+    values = {}
+    recompute = run.config.updates.old_logprobs == "recompute"
+    penalized = run.config.algorithm.kl_coef > 0
+    if not recompute and not penalized:
+        return batch, values
+    packed = _pack_all(run, batch)
+    if recompute:
+        old = logprobs(run.update_spec, state.policy(run.model), packed)
+        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
+        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
+            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
+            batch = dataclasses.replace(batch, weights=weights)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if penalized:
+        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
+        batch = dataclasses.replace(batch, ref_logprobs=reference)
+    return batch, values
+
+
 @functools.partial(jax.jit, static_argnames="cap")
 def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     """Cap the importance weights (Ionides, "Truncated importance sampling", JCGS 17, 2008)."""
@@ -128,40 +185,31 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
     )
 
 
-def _update_by_mini_batches(
-    run: Run, state: RunState, batch: Batch, collected: TrainBatch
-) -> dict[str, float]:
-    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
-    settings = run.config.updates
-    batch, values = _with_other_logprobs(run, state, batch)
-    if batch.weights is not None:
-        batch, more = _capped(batch, run.config.algorithm.importance_cap)
-        values |= more
-    if run.config.algorithm.solution_coef:
-        batch, more = with_solutions(run, batch, collected)
-        values |= more
-    critic_alone = state.step <= frozen_steps(run.config)
-    history = []
-    mini_batches = pack_mini_batches(run, batch)
-    for packed in mini_batches * settings.passes:
-        state.train, sums = update(
-            run.update_spec,
-            state.train,
-            batch,
-            packed,
-            frozen=state.frozen(run.model),
-            policy_frozen=critic_alone,
-        )
-        history.append(sums)
-    history = finite_updates(run, state, hosts.fetch(history))
-    values = _update_metrics(run, history) | values
-    values |= _packing_metrics(mini_batches, batch)
-    if settings.skip_nonfinite:
-        values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    steps = state.step - frozen_steps(run.config)
-    updates = steps * len(mini_batches) * settings.passes - state.skipped
-    values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
-    return {name: float(value) for name, value in values.items()}
+def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
+    """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
+    rows = np.arange(len(batch.tokens))
+    updates = run.config.updates
+    algorithm = run.config.algorithm
+    included = np.ones(len(rows), bool)
+    # They give a gradient to rows without an advantage.
+    others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
+    if updates.skip_no_signal and not others:
+        included = hosts.fetch(_has_signal(batch))
+    return [
+        pack_rows(run.update_spec, batch, part, included[part])
+        for part in np.split(rows, len(rows) // updates.mini_batch_size)
+    ]
+
+
+@jax.jit
+def _has_signal(batch: Batch) -> Array:
+    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
+    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
+    return signal if batch.given is None else signal | batch.given
+
+
+def _pack_all(run: Run, batch: Batch) -> PackedRows:
+    return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
 
 
 # Stage → what its scalars begin with, the field of its learning rate.
@@ -208,54 +256,6 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
             if not np.isfinite(sums.get(prefix + name, 0.0)):
                 return stage, name
     return "", ""
-
-
-def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
-    """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
-    rows = np.arange(len(batch.tokens))
-    updates = run.config.updates
-    algorithm = run.config.algorithm
-    included = np.ones(len(rows), bool)
-    # They give a gradient to rows without an advantage.
-    others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
-    if updates.skip_no_signal and not others:
-        included = hosts.fetch(_has_signal(batch))
-    return [
-        pack_rows(run.update_spec, batch, part, included[part])
-        for part in np.split(rows, len(rows) // updates.mini_batch_size)
-    ]
-
-
-@jax.jit
-def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
-    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
-    return signal if batch.given is None else signal | batch.given
-
-
-def _pack_all(run: Run, batch: Batch) -> PackedRows:
-    return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
-
-
-def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    values = {}
-    recompute = run.config.updates.old_logprobs == "recompute"
-    penalized = run.config.algorithm.kl_coef > 0
-    if not recompute and not penalized:
-        return batch, values
-    packed = _pack_all(run, batch)
-    if recompute:
-        old = logprobs(run.update_spec, state.policy(run.model), packed)
-        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
-        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
-            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
-            batch = dataclasses.replace(batch, weights=weights)
-        batch = dataclasses.replace(batch, old_logprobs=old)
-    if penalized:
-        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
-        batch = dataclasses.replace(batch, ref_logprobs=reference)
-    return batch, values
 
 
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:

@@ -42,15 +42,15 @@ class Run:
     config: Any
     dataset: Dataset
     prompts: EncodedDataset
-    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
+    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are no padding
     solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
     model: ModelConfig
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
-    scorer: ResponseScorer
+    scorer: ResponseScorer  # rolls prompts out, and scores the responses
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # the way to collect a batch, of `collect.COLLECTORS`
+    collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
 
