@@ -83,8 +83,13 @@ def pack(
     np.maximum.at(ends, node, last + 1)
     parents[node] = np.where(depth > 0, nodes[rows, depth - 1], node)
     starts = slots // length * length
-    arrays = packed, depths, ends - starts, parents - starts
-    return Sequences(*(x.reshape(sequences, length) for x in arrays)), nodes
+    tries = Sequences(
+        tokens=packed.reshape(sequences, length),
+        depths=depths.reshape(sequences, length),
+        ends=(ends - starts).reshape(sequences, length),
+        parents=(parents - starts).reshape(sequences, length),
+    )
+    return tries, nodes
 
 
 def _nodes(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
@@ -137,7 +142,8 @@ def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray
 def _first_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return sequence and offset of each piece: the longest first, each where it fits first."""
     used = np.zeros(len(sizes), int)
-    sequence, offset = np.zeros((2, len(sizes)), int)
+    sequence = np.zeros(len(sizes), int)
+    offset = np.zeros(len(sizes), int)
     for piece in np.argsort(-sizes, kind="stable"):
         sequence[piece] = np.argmax(used + sizes[piece] <= length)
         offset[piece] = used[sequence[piece]]

@@ -15,7 +15,7 @@ from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = may_change(RUN)
 # What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
-MAY_CHANGE_FROM_OTHER = ("resume_from", *may_change(RUN, ORIGIN))
+MAY_CHANGE_FROM_OTHER = may_change(RUN, ORIGIN)
 
 
 def check_paths(workdir: Path) -> None:
@@ -51,7 +51,8 @@ def parse_origin(origin: str, config) -> tuple[Path, int]:
             f"got {origin!r}"
         )
     advice = f"only these may differ with --resume_from: {', '.join(MAY_CHANGE_FROM_OTHER)}"
-    if not check_run_config(workdir, config, ignore=MAY_CHANGE_FROM_OTHER, advice=advice):
+    ignored = ("resume_from", *MAY_CHANGE_FROM_OTHER)
+    if not check_run_config(workdir, config, ignore=ignored, advice=advice):
         raise ValueError(f"--resume_from must name a work directory, {workdir} has no config.json")
     return Path(workdir), int(step)
 

@@ -109,9 +109,11 @@ class RunningAhead(WholeRollout):
         return begun.drafts_for(prompts, drafts)
 
     def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-        stored = stored_responses(run, state, prompts)
-        begun = state.run_ahead.sources(prompts)  # newest: a sibling may go on where one stopped
-        return tuple(jnp.concatenate(x, axis=1) for x in zip(begun, stored))
+        tokens, lens = stored_responses(run, state, prompts)
+        # Newest: a sibling may go on where one stopped.
+        begun_tokens, begun_lens = state.run_ahead.sources(prompts)
+        tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
+        return tokens, jnp.concatenate([begun_lens, lens], axis=1)
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         batch = super().batch(run, state, rollouts)
@@ -233,7 +235,8 @@ def find_drafts(
     if run.rollout_spec.draft_history:
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]
         stored = [run.collector.stored(run, state, batch) for batch in batches]
-        tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
+        tokens = jnp.concatenate([tokens for tokens, _ in stored])
+        lens = jnp.concatenate([lens for _, lens in stored])
         history = DraftHistory.from_store(tokens, lens, config.group_size)
     return DraftInputs(drafts, run.log_lenience, history)
 
@@ -269,13 +272,13 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
     whole = state.stream.find([example.base_id for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
 
-    def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    def joined(arrays: list[jax.Array]) -> jax.Array:
         """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
         by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
         samples = jnp.concatenate(by_generation, axis=2)
         return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
 
-    return tuple(joined(arrays) for arrays in zip(*parts))
+    return joined([tokens for tokens, _ in parts]), joined([lens for _, lens in parts])
 
 
 def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
@@ -294,7 +297,10 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
         prefix_lens,
         run.rollout_spec.eos_ids,
         draft_lens=draft_lens,
-        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
+        previous=(
+            _joined(x.previous[0] for x in rollouts),
+            _joined(x.previous[1] for x in rollouts),
+        ),
         forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
         group_size=run.rollout_spec.group_size,
     )
