@@ -241,16 +241,3 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     save_run_config(tmp_path, newer)
     with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
         check_run_config(tmp_path, small_config())
-
-
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_a_run_with_an_estimator_that_the_loss_does_not_take(tmp_path, name):
-    """It goes on where the estimator had no effect."""
-    save_run_config(tmp_path, small_config({"algorithm.kl_estimator": name}))
-    assert check_run_config(tmp_path, small_config())
-    save_run_config(
-        tmp_path, small_config({"algorithm.kl_estimator": name, "algorithm.kl_coef": 0.1})
-    )
-    line = rf'algorithm.kl_estimator was "{name}", now "k3\+"'
-    with pytest.raises(ValueError, match=line):
-        check_run_config(tmp_path, small_config({"algorithm.kl_coef": 0.1}))

@@ -103,7 +103,7 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     ("accept", "share", "reward", "left_out"),
     [
         ("ratio", 0.5, "some", 4),
-        ("ratio", 0.0, "some", 0),
+        pytest.param("ratio", 0.0, "some", 0, marks=pytest.mark.slow),
         ("ratio", 0.5, "full", 0),
         pytest.param("block", 0.5, "some", 0, marks=pytest.mark.slow),
     ],
