@@ -99,8 +99,5 @@ def test_a_failed_allocation_is_one_line(mesh, capsys, allocate):
 def test_other_errors_pass(mesh):
     config = small_config()
     for error in (KeyError("x"), ValueError("RESOURCE_EXHAUSTED: the disk")):
-        with (
-            pytest.raises(type(error)),
-            memory.named(config, load_shape(config, 16), prompts=8),
-        ):
+        with pytest.raises(type(error)), memory.named(config, load_shape(config, 16), prompts=8):
             raise error
