@@ -89,7 +89,7 @@ def loop(
         save(log.write().get("reward/eval"))
     else:
         save()
-    checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
+    checkpoints.wait()  # before the first record: a resume refuses metrics without a checkpoint
     stopped = False
     while state.step < run.total_steps and not (stopped := stop.agreed()):
         with log.clock.timed("time/step"):
@@ -144,7 +144,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
     hosts.check_same(run.fingerprints, "give them the same files")
     with (
         run.scorer.pool,
-        memory.named(config, run.model, len(run.prompts.lens)),
+        memory.explain_shortage(config, run.model, len(run.prompts.lens)),
         only_process(workdir),
         Checkpointer(
             workdir / "checkpoints",
@@ -183,7 +183,7 @@ def prepare(run: Run, state: RunState) -> None:
     programs.compile_run(shapes.of_run(run), kept)
     if state.speculation is None or state.speculation.seconds is not None:
         return
-    # The next rollout; the stream of prompts stays where it is.
+    # The arrays of the next rollout, from a copy of the stream, which gives them once more.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     prompts, carry_over = run.collector.next_prompts(run, ahead)
     previous = state.store.get(prompts, step=state.step)

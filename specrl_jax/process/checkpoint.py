@@ -35,7 +35,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-    """Saves and restores the checkpoints of one directory, a folder for each step.
+    """Checkpoints of one directory, a folder for each step.
 
     Keeps the `keep_last` newest steps and the `keep_best` with the highest metric. read_only: for
     reading beside a job that is writing: nothing is created or removed.

@@ -1,4 +1,4 @@
-"""Makes the `Run` of a configuration, and the `RunState` that it begins or goes on with."""
+"""Setup of a configuration's `Run`, and of the `RunState` that it begins or goes on with."""
 
 import dataclasses
 import functools

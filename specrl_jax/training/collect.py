@@ -30,7 +30,7 @@ from specrl_jax.telemetry.rollout_metrics import (
 )
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import Run, RunState, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
@@ -92,7 +92,8 @@ class RunningAhead(WholeRollout):
         return config.rollout.run_ahead
 
     def add_part(self, run: Run, state: RunState) -> None:
-        state.run_ahead = RunAhead.empty(run.rows, run.config.rollout.response_len)
+        rows = rollout_rows(run.config)
+        state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()

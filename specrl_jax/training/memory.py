@@ -128,7 +128,7 @@ def device_memory() -> tuple[float, str]:
 
 
 @contextlib.contextmanager
-def named(config, model: ModelConfig, prompts: int) -> Iterator[None]:
+def explain_shortage(config, model: ModelConfig, prompts: int) -> Iterator[None]:
     """Turn a failed allocation into an OutOfMemoryError that names what the largest arrays are."""
     try:
         yield

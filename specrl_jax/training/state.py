@@ -55,10 +55,6 @@ class Run:
     key: jax.Array
 
     @property
-    def rows(self) -> int:
-        return rollout_rows(self.config)
-
-    @property
     def trained_group_size(self) -> int:
         return trained_group_size(self.config)
 
