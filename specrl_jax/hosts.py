@@ -1,9 +1,8 @@
 """Values and decisions that several processes of one run share.
 
-A run may have a process on each of several hosts (JAX's multi-controller runtime). All of them
-compute the same program in the same order. So whatever decides what is computed next must be equal
-in all: values of arrays come through `fetch`; clocks, files and the like are read by the primary
-process, `broadcast` and `on_primary` give them to the others. Each of these functions, apart from
+All processes (JAX's multi-controller runtime) compute the same programs in the same order, so every
+decision must be equal in all: values of arrays come through `fetch`; clocks and files are read by
+the primary process, `broadcast` and `on_primary` give them to the others. Each function, apart from
 `is_primary` and `own_part`, must be called by all processes, in the same order.
 
 With one process nothing is sent, and `fetch` is `jax.device_get`.
@@ -27,7 +26,7 @@ def is_primary() -> bool:
 
 
 def fetch(tree: Any) -> Any:
-    """The pytree with NumPy arrays in the place of device arrays, whole in every process."""
+    """Return the pytree with NumPy arrays for device arrays, whole in every process."""
     if jax.process_count() > 1:
         leaves, structure = jax.tree.flatten(tree)
         split = [i for i, leaf in enumerate(leaves) if _is_split(leaf)]
@@ -50,7 +49,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def place(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Host array, equal in all processes → device array; each process places its devices' part."""
+    """Place a host array, equal in all processes, on devices; each process places its part."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     # `device_put` would send the array to the other processes to compare it with theirs.
@@ -60,7 +59,7 @@ def place(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def gather(value: _T) -> list[_T]:
-    """The values of all processes, by process. Any Python value that pickle keeps."""
+    """Return the values of all processes, by process. Any Python value that pickle keeps."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -72,7 +71,7 @@ def gather(value: _T) -> list[_T]:
 
 
 def broadcast(value: _T) -> _T:
-    """The primary's value; that of the other processes is not read."""
+    """Return the primary's value; that of the other processes is not read."""
     return gather(value if is_primary() else None)[0]
 
 
@@ -89,14 +88,12 @@ def own_part(count: int) -> slice:
 
 
 def check_same(values: Mapping[str, Any], advice: str) -> None:
-    """Raises ValueError in one line where a value differs between processes.
-
-    It names the first that does, both values, and ends with `advice`.
-    """
+    """Raise ValueError in one line, which ends with `advice`, where a value differs."""
     first, *others = gather(dict(values))
     for process, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
-            here, there = first.get(name), other.get(name)
+            here = first.get(name)
+            there = other.get(name)
             if here != there:
                 raise ValueError(
                     f"{name} must be the same in all processes, got {here!r} in process 0 and "

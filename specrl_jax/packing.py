@@ -37,7 +37,7 @@ class Sequences(NamedTuple):
     """
 
     tokens: np.ndarray  # [S, T]
-    depths: np.ndarray  # [S, T], the token's place in its rows: the position for the model
+    depths: np.ndarray  # [S, T], the token's position in its rows, and for the model
     ends: np.ndarray  # [S, T], the slot after the token's subtree
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
 
@@ -53,7 +53,7 @@ class Sequences(NamedTuple):
 def pack(
     tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing
 ) -> tuple[Sequences, np.ndarray]:
-    """Packs rows into as few sequences of `length` slots as first fit, longest first, finds.
+    """Pack rows into sequences of `length` slots by first fit, longest first.
 
     A trie longer than a sequence is cut between rows; each piece repeats the path that it shares.
 
@@ -67,7 +67,7 @@ def pack(
     order = order[_depth_first(tokens[order], lens[order])]
     nodes = np.full(tokens.shape, -1, np.int32)
     if len(order):
-        nodes[order] = _places(tokens[order], lens[order], length, packing)
+        nodes[order] = _nodes(tokens[order], lens[order], length, packing)
     sequences = int(nodes.max(initial=-1)) // length + 1
     slots = np.arange(sequences * length, dtype=np.int32)
     packed = np.zeros_like(slots)
@@ -76,19 +76,24 @@ def pack(
     parents = slots + 0
 
     rows, depth = np.nonzero(nodes >= 0)
-    place = nodes[rows, depth]  # of every token of every row: shared ones are written again
-    packed[place] = tokens[rows, depth]
-    depths[place] = depth
+    node = nodes[rows, depth]  # of every token of every row: shared ones are written again
+    packed[node] = tokens[rows, depth]
+    depths[node] = depth
     last = nodes[rows, lens[rows] - 1]
-    np.maximum.at(ends, place, last + 1)
-    parents[place] = np.where(depth > 0, nodes[rows, depth - 1], place)
+    np.maximum.at(ends, node, last + 1)
+    parents[node] = np.where(depth > 0, nodes[rows, depth - 1], node)
     starts = slots // length * length
-    arrays = packed, depths, ends - starts, parents - starts
-    return Sequences(*(x.reshape(sequences, length) for x in arrays)), nodes
+    tries = Sequences(
+        tokens=packed.reshape(sequences, length),
+        depths=depths.reshape(sequences, length),
+        ends=(ends - starts).reshape(sequences, length),
+        parents=(parents - starts).reshape(sequences, length),
+    )
+    return tries, nodes
 
 
-def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
-    """The nodes of rows in depth-first order, see `pack`."""
+def _nodes(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
+    """Return the nodes of rows in depth-first order, see `pack`."""
     shared = _shared(tokens, lens) if packing.share else np.zeros_like(lens)
     first = _first_rows(lens, shared, length)  # of a piece
     shared[first] = 0
@@ -96,7 +101,10 @@ def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing)
     before = np.cumsum(lens - shared) - (lens - shared)
     piece = np.cumsum(first) - 1
     sizes = np.diff(np.append(before[first], np.sum(lens - shared)))
-    sequence, offset = _first_fit(sizes, length) if packing.fill else _one_each(sizes)
+    sequence = np.arange(len(sizes))  # one each
+    offset = np.zeros(len(sizes), int)
+    if packing.fill:
+        sequence, offset = _first_fit(sizes, length)
     start = (sequence * length + offset - before[first])[piece] + before
     # A row shares its token at depth d with the last row so far that brought a token there.
     depth = np.arange(tokens.shape[1])
@@ -106,21 +114,21 @@ def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing)
 
 
 def _depth_first(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Order of the rows by their tokens, a row before those that go on from it."""
+    """Return the rows' order by their tokens, a row before those that go on from it."""
     inside = np.arange(tokens.shape[1]) < lens[:, None]
     keys = np.where(inside, tokens + 1, 0).astype(">i4")  # as bytes they compare like the numbers
     return np.array(sorted(range(len(lens)), key=lambda row: keys[row].tobytes()), int)
 
 
 def _shared(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Tokens [B] that each row shares with the row before it; rows in depth-first order."""
+    """Count tokens [B] that each row shares with the one before it, in depth-first order."""
     differs = tokens[1:] != tokens[:-1]
     common = np.where(differs.any(axis=1), differs.argmax(axis=1), tokens.shape[1])
     return np.concatenate([[0], np.minimum(common, np.minimum(lens[1:], lens[:-1]))])
 
 
 def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:
-    """bool [B], rows that begin a piece: they share nothing, or the piece would be too long."""
+    """Return bool [B], rows that begin a piece: they share nothing, or it would be too long."""
     first = np.zeros(len(lens), bool)
     size = 0
     for row, (whole, known) in enumerate(zip(lens.tolist(), shared.tolist())):
@@ -132,15 +140,12 @@ def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray
 
 
 def _first_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence and offset of each piece: the longest first, each where it fits first."""
+    """Return sequence and offset of each piece: the longest first, each where it fits first."""
     used = np.zeros(len(sizes), int)
-    sequence, offset = np.zeros((2, len(sizes)), int)
+    sequence = np.zeros(len(sizes), int)
+    offset = np.zeros(len(sizes), int)
     for piece in np.argsort(-sizes, kind="stable"):
         sequence[piece] = np.argmax(used + sizes[piece] <= length)
         offset[piece] = used[sequence[piece]]
         used[sequence[piece]] += sizes[piece]
     return sequence, offset
-
-
-def _one_each(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.arange(len(sizes)), np.zeros(len(sizes), int)

@@ -1,4 +1,4 @@
-"""The loop and the step: collect a batch, update on it, and evaluate and save on the way."""
+"""Loop and step of a run: collect a batch, update on it, and evaluate and save on the way."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from specrl_jax.process.workdir import (
     MAY_CHANGE,
     advise_how_to_resume,
     check_complete,
-    check_places,
+    check_paths,
     parse_origin,
 )
 from specrl_jax.rollout.generate import NoiseKey, time_decoding
@@ -78,14 +78,18 @@ def loop(
     run: Run, state: RunState, checkpoints: Checkpointer, log: RunLog, stop: StopRequest
 ) -> None:
     """Make steps until the last one or a stop request; evaluate, record and save on the way."""
+
+    def save(metric: float | None = None) -> None:
+        """Save the step, unless its checkpoint is there."""
+        checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
+
     if state.step == 0:
         log.begin(0, epoch=0)
         evaluate_held_out(run, state, log)
-        metric = log.write().get("reward/eval")
-        checkpoints.save(0, state.arrays(), state.host(), metric=metric)
+        save(log.write().get("reward/eval"))
     else:
-        checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
-    checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
+        save()
+    checkpoints.wait()  # before the first record: a resume refuses metrics without a checkpoint
     stopped = False
     while state.step < run.total_steps and not (stopped := stop.agreed()):
         with log.clock.timed("time/step"):
@@ -97,10 +101,10 @@ def loop(
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         metric = log.write().get("reward/eval")
         if state.step % run.config.checkpoint.every == 0 or last:
-            checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
+            save(metric)
             log.refresh_page()
     if stopped:
-        checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
+        save()
 
 
 def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
@@ -132,18 +136,21 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
     hosts.check_same(flags, "start them with the same flags")
-    hosts.on_primary(check_places, workdir)
+    hosts.on_primary(check_paths, workdir)
     has_config = hosts.on_primary(check_run_config, workdir, described, ignore=MAY_CHANGE)
     if resume_from and not has_config:
         parse_origin(resume_from, config)  # a mistake shows before anything is loaded
-    keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
     run, params = build(config)
     hosts.check_same(run.fingerprints, "give them the same files")
     with (
         run.scorer.pool,
-        memory.named(config, run.model, len(run.prompts.lens)),
+        memory.explain_shortage(config, run.model, len(run.prompts.lens)),
         only_process(workdir),
-        Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
+        Checkpointer(
+            workdir / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+        ) as checkpoints,
     ):
         last = checkpoints.latest_step()
         hosts.on_primary(check_complete, workdir, last, has_config)
@@ -170,13 +177,13 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
 
 def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
-    held = state.arrays()
+    kept = state.arrays()
     if state.reference:  # where it is read from its source again, it is not among them
-        held["reference"] = (state.reference.params, state.reference.adapters)
-    programs.compile_run(shapes.of_run(run), held)
+        kept["reference"] = (state.reference.params, state.reference.adapters)
+    programs.compile_run(shapes.of_run(run), kept)
     if state.speculation is None or state.speculation.seconds is not None:
         return
-    # The next rollout; the stream of prompts stays where it is.
+    # The arrays of the next rollout, from a copy of the stream, which gives them once more.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     prompts, carry_over = run.collector.next_prompts(run, ahead)
     previous = state.store.get(prompts, step=state.step)

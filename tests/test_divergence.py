@@ -82,7 +82,7 @@ def test_what_a_run_cannot_begin_with_is_refused_in_one_line(good, mesh, tmp_pat
         (f"{good}@1", {}, "no checkpoint of step 1, there are: 3, 4"),
         (f"{good}@4", {}, r"train.steps or train.epochs must give more than the 4 steps of"),
         (f"{good}@3", {"model.embed_dim": 32, "updates.passes": 2},
-         r"model.embed_dim was 16, now 32; only these may differ with --resume_from: log, "),
+         r"embed_dim was 16, now 32; only these may differ with --resume_from: model.attention, "),
     ]  # fmt: skip
     for i, (origin, changes, message) in enumerate(cases):
         with pytest.raises(ValueError, match=message) as error:

@@ -53,10 +53,7 @@ def test_bytes_of_a_type():
         ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", [[0, 1], [2, 3]]),
         ("replica_groups=mesh['a'=4] {'a':(1)2}, x", [[0, 2], [1, 3]]),
-        (
-            "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x",
-            [[0, 1], [2, 3]],
-        ),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3]]),
         ("replica_groups={}, x", [[0, 1, 2, 3]]),
     ],
 )

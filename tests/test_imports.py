@@ -1,8 +1,7 @@
 """Who may import whom: modules import one way. The linter keeps slow libraries inside functions.
 
-A module is a path below `specrl_jax/`: a file ("learn", "algorithms/losses") or a folder
-("rollout").
-The rule of a file is that of the longest path that holds it. A new file of `specrl_jax/` needs one.
+A module is a path below `specrl_jax/`: a file ("algorithms/losses") or a folder ("rollout"). The
+rule of a file is that of the longest path that holds it. A new file of `specrl_jax/` needs one.
 """
 
 import ast
@@ -43,43 +42,23 @@ ALLOWED = {
     "rollout/carry_over": {"models", "rollout/rows", "sharding", "types"},
     "rollout/kept_noise": {"types"},
     "rollout/engine": {
-        "hosts",
-        "models",
-        "packing",
-        "rollout/acceptance",
-        "rollout/drafts",
-        "rollout/rows",
-        "rollout/sampling",
-        "sharding",
-        "types",
+        "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts", "rollout/rows",
+        "rollout/sampling", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "evaluation": {
-        "config",
-        "data",
-        "inputs",
-        "models",
-        "process",
-        "rollout",
-        "sharding",
-        "telemetry",
+        "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry",
         "types",
     },
     "training/group_buffer": {"data/curriculum", "types"},
     "training/memory": {"config", "inputs", "models", "rollout/drafts", "rollout/engine/spec"},
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
-        "data/prompts",
-        "hosts",
-        "inputs",
-        "process/runtime",
-        "rewards/failures",
-        "telemetry",
-        "training/episodes",
-        "training/state",
+        "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",
+        "training/episodes", "training/state",
     },
-}
+}  # fmt: skip
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
@@ -147,25 +126,14 @@ def test_every_module_of_the_table_exists():
 @pytest.mark.parametrize(
     ("file", "source", "breaches"),
     [
-        (
-            "algorithms/losses",
-            "def f():\n  from specrl_jax.algorithms import update",
-            ["algorithms/losses:2: algorithms/losses imports algorithms/update"],
-        ),
-        (
-            "rollout/engine/spec",
-            "from specrl_jax.rewards.workers import Rewards",
-            [
-                "rollout/engine/spec:1: rollout/engine imports rewards/workers",
-                "rollout/engine/spec: sees rewards and rollout",
-            ],
-        ),
-        (
-            "rollout/drafts/sources",
-            "from specrl_jax.rollout.engine.spec import RolloutSpec",
-            ["rollout/drafts/sources:1: rollout/drafts imports rollout/engine/spec"],
-        ),
+        ("algorithms/losses", "def f():\n  from specrl_jax.algorithms import update",
+         ["algorithms/losses:2: algorithms/losses imports algorithms/update"]),
+        ("rollout/engine/spec", "from specrl_jax.rewards.workers import Rewards",
+         ["rollout/engine/spec:1: rollout/engine imports rewards/workers",
+          "rollout/engine/spec: sees rewards and rollout"]),
+        ("rollout/drafts/sources", "from specrl_jax.rollout.engine.spec import RolloutSpec",
+         ["rollout/drafts/sources:1: rollout/drafts imports rollout/engine/spec"]),
     ],
-)
+)  # fmt: skip
 def test_a_breach_is_found(file, source, breaches):
     assert violations(dict.fromkeys(FILES, "") | {file: source}) == breaches

@@ -104,10 +104,10 @@ def parse(topology: str) -> tuple[str, tuple[int, ...]]:
 
 
 def set_environment(topology: str) -> None:
-    """Set what JAX and the compilers read when they start. Call it before the first device is asked
-    for. Values that are set already stay, XLA_FLAGS are added to.
+    """Set the environment of JAX and the compilers, before the first device is asked for.
 
-    Raises ValueError in one line where the compiler is not installed.
+    Values that are set already stay, XLA_FLAGS are added to. Raises ValueError in one line where
+    the compiler is not installed.
     """
     name, _ = parse(topology)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

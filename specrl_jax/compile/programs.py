@@ -1,8 +1,7 @@
-"""The programs of a run: the jitted functions that it calls.
+"""Programs of a run: the jitted functions that it calls, with the shapes of their inputs.
 
-The shapes of their inputs (`shapes`) follow from the configuration, so the list is known before the
-first step. Training compiles it at the start (`compile_run`), `launch/compile.py` compiles it for
-absent hardware.
+The list follows from the configuration. Training compiles it at the start (`compile_run`),
+`launch/compile.py` for absent hardware.
 """
 
 import concurrent.futures
@@ -55,9 +54,13 @@ def run_programs(run: AbstractRun) -> list[Program]:
     policy = run.policy
     listed = [_program("policy copy", copy_weights, run.model, policy, kept=policy)]
     if head := run.state.draft_head:
-        inputs = (run.model, head.params, policy, head.counts)
         vocab = run.update_spec.draft_head.vocab
-        listed.append(_program("draft head copy", copy_draft_head, *inputs, vocab=vocab))
+        listed.append(
+            _program(
+                "draft head copy", copy_draft_head, run.model, head.params, policy, head.counts,
+                vocab=vocab,
+            )
+        )  # fmt: skip
     if run.config.evaluate.every:
         listed += _evaluation_programs(run)
     stored = run.stored
@@ -81,45 +84,44 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     stop = on_host(StopCondition.of(1, 1))
     number = jax.ShapeDtypeStruct((), np.float32)
     most = buckets.rows[0]
-    inputs = (shapes.cache(most), shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number)
     yield _program(
-        f"{prefix}extend", extend, spec, buckets, shapes.weights, *inputs,
-        shapes.prefixes, stop, runs_model=True, kept=shapes.weights["stacked"],
-        beside=shapes.weights["layers"],
+        f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
+        shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number, shapes.prefixes, stop,
+        runs_model=True, kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
     )  # fmt: skip
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     others = (shapes.all_rows, shapes.drafts)
     for size in buckets.rows:
-        batch = (shapes.cache(size), shapes.batch_rows(size))
+        cache = shapes.cache(size)
+        rows = shapes.batch_rows(size)
         for width in buckets.widths:
             draft_state = shapes.draft_state if width > 1 else None
             yield _program(
-                f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, *batch,
-                draft_state, stop, width=width, runs_model=True, beside=others,
+                f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, cache,
+                rows, draft_state, stop, width=width, runs_model=True, beside=others,
             )  # fmt: skip
         if smaller := buckets.rows_below(size):
             yield _program(
-                f"{prefix}compact to {smaller}", compact, *batch, size=smaller,
+                f"{prefix}compact to {smaller}", compact, cache, rows, size=smaller,
                 beside=(copied, others),
             )  # fmt: skip
-        yield _program(f"{prefix}write back {size}", scatter, batch[1], shapes.all_rows)
+        yield _program(f"{prefix}write back {size}", scatter, rows, shapes.all_rows)
 
 
 def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
-    """Yield the programs of an evaluation. After a resume the first one may come late, so the small
-    programs, which a rollout runs at once, are among them."""
+    """Yield the programs of an evaluation, with the small ones: after a resume it may come late."""
     prefix = "evaluation: "
     shapes = run.evaluation
     spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
     made_up = made_up_prompts(spec, shapes.rows)
     inputs = start_inputs(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
-    purpose = Purpose.EVALUATE
-    yield _program(f"{prefix}start", start_rows, spec, int(purpose), run.key, *on_host(inputs))
-    size = shapes.buckets.rows[0]
-    slots = shapes.buckets.slots
-    name = f"{prefix}empty batch"
-    yield _program(name, empty_batch, spec, shapes.all_rows, size=size, slots=slots)
+    purpose = int(Purpose.EVALUATE)
+    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(inputs))
+    yield _program(
+        f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
+        size=shapes.buckets.rows[0], slots=shapes.buckets.slots,
+    )  # fmt: skip
     turns = bool(run.config.environment.name)
     step = jax.ShapeDtypeStruct((), np.int32)
     for begun in (None, shapes.begun) if turns else (None,):
@@ -145,13 +147,12 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
         scored["log-probs of the reference"] = run.reference_policy
     for name, params in scored.items():
-        inputs = (update_spec, params, every)
-        yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
+        yield _program(name, logprobs, update_spec, params, every, runs_model=True, kept=params)
     if update_spec.critic:
-        inputs = (update_spec, run.state, every)
         yield _program(
-            "values", critic_values, *inputs, frozen=run.frozen, runs_model=True, kept=kept
-        )
+            "values", critic_values, update_spec, run.state, every, frozen=run.frozen,
+            runs_model=True, kept=kept,
+        )  # fmt: skip
     mini_batch = run.packed(settings.updates.mini_batch_size)
     for frozen in {False, frozen_steps(settings) > 0}:
         yield _program(
@@ -170,8 +171,7 @@ def _program(
     beside: Any = (),
     **options: Any,
 ) -> Program:
-    """Make a program; kept: those of its inputs that the run keeps. beside: what lies beside its
-    inputs meanwhile."""
+    """Make a program; kept: inputs that the run keeps. beside: arrays beside its inputs."""
     trace = functools.partial(function.trace, *inputs, **options)
     return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
 
@@ -179,11 +179,10 @@ def _program(
 def compile_all(
     programs: list[Program], note: Callable[[str], None] = lambda name: None
 ) -> dict[str, Any]:
-    """Compile programs side by side; returns jax.stages.Compiled by name. note: gets a program's
-    name once it is there.
+    """Compile programs side by side; return jax.stages.Compiled by name.
 
-    A later call with such inputs finds what was compiled here: programs are traced in this thread,
-    whose mesh is part of what they are found by, and only compiled in others.
+    note: gets a program's name once it is there. Programs are traced in this thread, by whose mesh
+    later calls find them, and only compiled in others.
     """
     lowered = {program.name: program.trace().lower() for program in programs}
     compiled = {}
@@ -224,8 +223,8 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     compiled = compile_all(listed, note)
     if sys.stderr.isatty():
         print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
-    held = device_bytes(state)
-    needs = {x.name: needed_bytes(x, compiled[x.name], held) for x in listed}
+    kept = device_bytes(state)
+    needs = {x.name: needed_bytes(x, compiled[x.name], kept) for x in listed}
     largest = max(needs, key=needs.get)
     there = memory.device_memory()[0] / jax.device_count()
     print(
@@ -242,12 +241,12 @@ def compile_run(run: AbstractRun, state: Any) -> None:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Bytes of a device while a program runs: arguments, results and temporaries."""
+    """Return bytes of a device while a program runs: arguments, results and temporaries."""
     sizes = compiled.memory_analysis()
     kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return kept + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
 
-def needed_bytes(program: Program, compiled: Any, held: int) -> int:
-    """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
-    return peak_bytes(compiled) + held - program.kept + program.beside
+def needed_bytes(program: Program, compiled: Any, kept: int) -> int:
+    """Return bytes of a device while a program runs; kept: bytes that a run keeps."""
+    return peak_bytes(compiled) + kept - program.kept + program.beside

@@ -1,4 +1,4 @@
-"""Compiles the programs of a run and says what the compiler made of them: a table, and JSON."""
+"""Report on a run's compiled programs: bytes, FLOPs and seconds, as a table and as JSON."""
 
 import math
 import re
@@ -51,8 +51,7 @@ def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Count operations of matrix products over all devices, two a multiplication; attention kernels
-    are left out."""
+    """Count operations of matrix products over all devices, without attention kernels."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
@@ -61,13 +60,16 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
         if name == "dot_general":
             contracted = eqn.params["dimension_numbers"][0][0]
             sizes = (eqn.invars[0].aval.shape[axis] for axis in contracted)
+            # A multiplication and an addition each.
             total += 2 * math.prod((*eqn.outvars[0].aval.shape, *sizes))
         inner = []
         for value in eqn.params.values():
             parts = value if isinstance(value, tuple | list) else (value,)
             inner += [count_flops(x) for x in parts if isinstance(x, Jaxpr | ClosedJaxpr)]
-        times = eqn.params["length"] if name == "scan" else 1
-        if name == "shard_map":  # shapes inside are those of one device
+        times = 1
+        if name == "scan":
+            times = eqn.params["length"]
+        elif name == "shard_map":  # shapes inside are those of one device
             times = math.prod(eqn.params["mesh"].shape.values())
         total += times * (max(inner) if name == "cond" else sum(inner))
     return total

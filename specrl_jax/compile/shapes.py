@@ -1,7 +1,4 @@
-"""Shapes of what a run holds, from its configuration and the mesh in use.
-
-Nothing is read or allocated. Every shape is what the functions of a run return for such inputs.
-"""
+"""Shapes of a run's arrays, from its configuration and the mesh in use; nothing is allocated."""
 
 import dataclasses
 import functools
@@ -49,12 +46,12 @@ from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
 
 
 def abstract(function: Callable, *args) -> Any:
-    """Shapes, dtypes and layouts, on the mesh in use, of what `function(*args)` returns."""
+    """Return shapes, dtypes and layouts of the result of `function(*args)` on the mesh in use."""
     return placed(eval_shape(function, *args))
 
 
 def placed(tree: Any) -> Any:
-    """Shapes with a layout each on the mesh in use: whole on every device where they have none."""
+    """Return shapes with layouts on the mesh in use: whole on every device where they have none."""
     mesh = jax.sharding.get_mesh()
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -71,15 +68,19 @@ def array(dtype: Any, shape: tuple[int, ...], *dims: str | None) -> jax.ShapeDty
 
 
 def on_host(tree: Any) -> Any:
-    """Shapes of arrays that the host hands over, as NumPy's are."""
+    """Return shapes without layouts, as those of NumPy's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def made_up_prompts(spec: RolloutSpec, rows: int) -> Prompts:
-    """Prompts of zeros for so many rows of a rollout."""
-    shape = rows // spec.group_size, spec.prompt_slots
-    ids = np.zeros((shape[0], 2), np.uint32)
-    return Prompts(np.zeros(shape, np.int32), np.full(shape[0], shape[1], np.int32), ids, ())
+    """Return prompts of zeros for so many rows of a rollout."""
+    count = rows // spec.group_size
+    return Prompts(
+        tokens=np.zeros((count, spec.prompt_slots), np.int32),
+        lens=np.full(count, spec.prompt_slots, np.int32),
+        ids=np.zeros((count, 2), np.uint32),
+        examples=(),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ class AbstractRun:
 
     @functools.cached_property
     def draft_head(self) -> Params | None:
-        """The draft head's weights in a rollout."""
+        """Draft head's weights in a rollout."""
         head = self.state.draft_head
         if head is None:
             return None
@@ -200,12 +201,12 @@ class AbstractRun:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """The draft store's arrays."""
+        """Draft store's arrays."""
         return abstract(store_shape(self.config, self.spec, self.num_prompts).empty)
 
     @functools.cached_property
     def picked(self) -> tuple[Stored, Any, Any]:
-        """The arguments of `pick_drafts` for the prompts of a step's rollout."""
+        """Arguments of `pick_drafts` for the prompts of a step's rollout."""
         numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
         return self.stored, numbers, numbers
 
@@ -262,12 +263,10 @@ class AbstractRun:
         rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
         batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
         rewards = array(np.float32, (rows,), "batch")
-        values = self.update_spec.critic and abstract(
-            functools.partial(critic_values, self.update_spec),
-            self.state,
-            self.packed(rows),
-            self.frozen,
-        )
+        values = None
+        if self.update_spec.critic:
+            evaluate = functools.partial(critic_values, self.update_spec)
+            values = abstract(evaluate, self.state, self.packed(rows), self.frozen)
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         estimate = abstract(
             lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
@@ -298,14 +297,20 @@ UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a da
 
 
 def of_run(run: Run) -> AbstractRun:
-    """Shapes of a run that is built."""
-    prompts = len(run.prompts.lens)
-    specs = (run.rollout_spec, run.eval_spec)
-    return AbstractRun(run.config, run.model, *specs, run.update_spec, prompts, run.key)
+    """Return shapes of a run that is built."""
+    return AbstractRun(
+        config=run.config,
+        model=run.model,
+        spec=run.rollout_spec,
+        eval_spec=run.eval_spec,
+        update_spec=run.update_spec,
+        num_prompts=len(run.prompts.lens),
+        key=run.key,
+    )
 
 
 def of_config(config) -> AbstractRun:
-    """Shapes of a run whose mesh is in use, from its config alone: no weights, no data.
+    """Return shapes of a run whose mesh is in use, from its config alone: no weights, no data.
 
     Raises ValueError as `build.build` does.
     """
@@ -331,7 +336,7 @@ def of_config(config) -> AbstractRun:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays on one device."""
+    """Return bytes of a tree of arrays on one device."""
 
     def size(x: Any) -> int:
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,9 +1,8 @@
 """Checkpoints of a run (Orbax) and the configuration that the run belongs to.
 
-Takes a step, a pytree of arrays and a JSON-able dict of what lives on the host; gives them back bit
-for bit, on this mesh or another. A checkpoint is visible only when it is complete: a save that was
-killed leaves a temporary folder, which the next `Checkpointer` removes. Checksums of the arrays and
-of the host's part are saved beside them, since Orbax has none of an array's values.
+A pytree of arrays and a JSON-able dict come back bit for bit, on this mesh or another. A checkpoint
+is visible only when it is complete: a save that was killed leaves a temporary folder, which the
+next `Checkpointer` removes. Checksums are saved too, since Orbax has none of an array's values.
 """
 
 import contextlib
@@ -32,11 +31,11 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
 
 class DamagedCheckpointError(ValueError):
-    """The files of a step do not give what was saved; one line that names its folder."""
+    """Error of a step whose files do not give the saved values; one line that names its folder."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-    """Saves and restores the checkpoints of one directory, a folder for each step.
+    """Checkpoints of one directory, a folder for each step.
 
     Keeps the `keep_last` newest steps and the `keep_best` with the highest metric. read_only: for
     reading beside a job that is writing: nothing is created or removed.
@@ -75,10 +74,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def save(self, step: int, arrays: Any, host: Mapping, *, metric: float | None = None) -> bool:
-        """Starts a save, in the background; False, and nothing is done, if the step is there.
+        """Start a save in the background; return False, and do nothing, if the step is there.
 
-        When this returns the host has the values: the arrays may be donated. Waits for the save
-        before this one. Raises OSError if the files of either could not be written.
+        On return the host has the values: the arrays may be donated. Waits for the save before this
+        one. Raises OSError if the files of either could not be written.
 
         arrays: a pytree; may hold PRNG keys. host: JSON-able; tuples come back as lists. metric:
         higher is better; None or NaN is below all others.
@@ -100,16 +99,16 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def steps(self) -> list[int]:
-        """All steps, oldest first. This and all below wait for a save that is being written."""
+        """Return all steps, oldest first. This and all below wait for a save under way."""
         self.wait()
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
-        """The newest step, or None."""
+        """Return the newest step, or None."""
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the highest metric, the newest of several; None where no step has one."""
+        """Return the step with the highest metric, the newest of several; None without one."""
         ranked = [(_metric(self._manager.metrics(step) or {}), step) for step in self.steps()]
         metric, step = max(ranked, default=(-math.inf, None))
         return None if metric == -math.inf else step
@@ -119,7 +118,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return any(path.startswith(f"{name}.") for path in self._read_host(step)["arrays"])
 
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
-        """(arrays, host) of a step, each array laid out as its counterpart in `like`.
+        """Return (arrays, host) of a step, each array laid out as its counterpart in `like`.
 
         like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (abstract
         ones are taken on the mesh in use). partial: `like` is a part of it, and no other array is
@@ -142,8 +141,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                 arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
             read = checksums(arrays)
             if changed := [name for name in sums if sums[name] != read[name]]:
-                what = f"{changed[0]} is not what was saved ({len(changed)} such arrays)"
-                raise ValueError(what)
+                raise ValueError(f"{changed[0]} is not what was saved ({len(changed)} such arrays)")
         leaves = [arrays[name] for name in target]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), saved["values"]
 
@@ -162,7 +160,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise DamagedCheckpointError(f"{error}; delete that folder {before}") from None
 
     def _read_host(self, step: int) -> dict[str, Any]:
-        """The host's part of a step, and what it says of the arrays."""
+        """Return the host's part of a step, and its description of the arrays."""
         steps = self.steps()
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
@@ -178,27 +176,24 @@ class Checkpointer(contextlib.AbstractContextManager):
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk; raises OSError if it failed."""
+        """Return when the last save is complete on disk; raise OSError if it failed."""
         with _saving(self.directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, then frees what Orbax holds; the object is of no use afterwards.
-
-        Raises OSError if the last save failed; Orbax raises its error from either call.
-        """
+        """Wait for the last save and close; raise OSError if it failed."""
         with _saving(self.directory):
             try:
                 self._manager.wait_until_finished()
             finally:
-                self._manager.close()
+                self._manager.close()  # raises the same error again
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
-    """Writes the resolved config to `workdir/config.json`, all of it or nothing."""
+    """Write the resolved config to `workdir/config.json`, all of it or nothing."""
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
@@ -255,7 +250,7 @@ def _hide_late_reads() -> None:
 
 
 def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The arrays of `target` alone; the manager's own handler reads all or nothing."""
+    """Read the arrays of `target` alone; the manager's own handler reads all or nothing."""
     layout = ocp.checkpoint_utils.construct_restore_args(target)
     args = ocp.args.PyTreeRestore(item=target, restore_args=layout, partial_restore=True)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
@@ -282,7 +277,7 @@ def _saving(directory: epath.Path) -> Iterator[None]:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """The leaves by their path, "params.layers.q_proj": Orbax then never sees our own classes."""
+    """Return leaves by path, "params.layers.q_proj": Orbax then never sees our own classes."""
     paths, _ = jax.tree.flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(named) != len(paths):
@@ -291,7 +286,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and the devices' layout that an array is restored to."""
+    """Return the shape, dtype and layout that an array is restored to."""
     sharding = leaf.sharding
     if sharding is None:  # a step counter, say: it depends on no parameter
         sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
@@ -301,7 +296,7 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _check_same(where: os.PathLike, saved: Mapping, needed: Mapping) -> None:
-    """Raises ValueError unless both describe arrays of the same names, shapes and dtypes."""
+    """Raise ValueError unless both describe arrays of the same names, shapes and dtypes."""
     for name in sorted(saved.keys() | needed.keys()):
         there = saved.get(name, "no array")
         here = needed.get(name, "no array")
@@ -317,12 +312,12 @@ def _described(array: Any) -> str:
 
 
 def _sealed(values: Mapping) -> dict:
-    """JSON-able values with the checksum of their text."""
+    """Return JSON-able values with the checksum of their text."""
     return {**values, "crc32": zlib.crc32(json.dumps(values).encode())}
 
 
 def _show(fields: Mapping, name: str) -> str:
-    """A value as JSON writes it: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
+    """Return a value as JSON: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
     return json.dumps(fields[name]) if name in fields else "absent"
 
 
@@ -331,14 +326,14 @@ def _show(fields: Mapping, name: str) -> str:
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """A number below 2³² for each array, the same on every mesh."""
+    """Return a number below 2³² for each array, the same on every mesh."""
     # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
     sums = {name: jax.block_until_ready(_checksum(x)) for name, x in arrays.items()}
     return {name: int(x) for name, x in hosts.fetch(sums).items()}
 
 
 def checksum(tree: Any) -> int:
-    """One number below 2³² for all arrays of a pytree and their paths."""
+    """Return one number below 2³² for all arrays of a pytree and their paths."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     sums = checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
     return zlib.crc32(json.dumps(sums).encode())
@@ -359,11 +354,7 @@ def _checksum(x: Array) -> Array:
         # By the golden ratio, so that shifted data has another sum.
         words = words + index * np.uint32(stride * 0x9E3779B9 % 2**32)
         stride *= x.shape[axis]
-    return jnp.sum(_mixed(words), dtype=np.uint32)
-
-
-def _mixed(words: Array) -> Array:
-    """MurmurHash3's finalizer: one to one, so that no single change can go unseen."""
+    # MurmurHash3's finalizer: one to one, so that no single change can go unseen.
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return words ^ (words >> np.uint32(16))
+    return jnp.sum(words ^ (words >> np.uint32(16)), dtype=np.uint32)

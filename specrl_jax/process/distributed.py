@@ -25,7 +25,7 @@ _LOST = "another process of the run has ended, see its output; start all process
 
 @contextlib.contextmanager
 def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1) -> Iterator[None]:
-    """Joins this process to the run's others, if there are any, until the `with` block ends.
+    """Join this process to the run's others, if there are any, until the `with` block ends.
 
     coordinator: HOST:PORT of process 0, any free port there; or `AUTO`; "" is `AUTO` in a step of
     Slurm with several tasks or where a TPU pod's environment names several workers.
@@ -33,9 +33,8 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
     alone anywhere.
 
     An error that leaves the block ends this process at once, with its message and exit status: a
-    farewell would wait for the others. Processes other than the primary print nothing but errors.
-    Raises ValueError in one line for arguments that do not fit, or where the processes do not find
-    each other.
+    shutdown would wait for the others. Processes other than the primary print errors alone. Raises
+    ValueError in one line for arguments that do not fit, or where the processes do not meet.
     """
     if not _join(coordinator, num_processes, process_id):
         yield
@@ -69,14 +68,12 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         return False
     # Its handler would take SIGTERM, which would then not end a process outside its loop.
     jax.config.update("jax_enable_preemption_service", False)
-    given = {}
-    if by_hand:
-        given = {"num_processes": num_processes, "process_id": process_id}
-        given["coordinator_address"] = coordinator
     print(f"joining the run's other processes, at most {JOIN_S} s", flush=True)
     try:
         jax.distributed.initialize(
-            **given,
+            coordinator if by_hand else None,
+            num_processes if by_hand else None,
+            process_id if by_hand else None,
             initialization_timeout=JOIN_S,
             heartbeat_timeout_seconds=SILENCE_S,
             shutdown_timeout_seconds=30,
@@ -100,7 +97,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _show(error: BaseException) -> int:
-    """Prints an error as the programs in launch/ do; returns their exit status."""
+    """Print an error as the programs in launch/ do; return their exit status."""
     if _is_lost_connection(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         print(f"error: {_LOST} ({first})", file=sys.stderr, flush=True)

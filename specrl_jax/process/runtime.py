@@ -1,7 +1,4 @@
-"""Setup of a process, made once: compilation cache, devices, mesh, work directory.
-
-It also counts the programs that the process compiles.
-"""
+"""Setup of a process: compilation cache, devices, mesh, lock; and a count of its programs."""
 
 import contextlib
 import fcntl
@@ -37,14 +34,13 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
 
 
 def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
-    """Return the devices that JAX computes on. Where it leaves an accelerator of this machine
-    alone, one line on stderr says so, with what to do.
+    """Return JAX's devices; where it leaves an accelerator alone, say so in a line on stderr.
 
     root: of the file system that tells what the machine has. Raises ValueError in one line where
     JAX cannot start its devices.
     """
     extra = hardware.accelerator(root)
-    with _kept_from_the_log() as records:
+    with _caught_log() as records:
         try:
             devices = jax.devices()
         except RuntimeError as error:
@@ -70,7 +66,7 @@ def _wants_cpu(extra: str) -> bool:
 
 
 @contextlib.contextmanager
-def _kept_from_the_log() -> Iterator[list[logging.LogRecord]]:
+def _caught_log() -> Iterator[list[logging.LogRecord]]:
     """Gather what JAX would log of its devices, which can be a traceback of 30 lines."""
     records: list[logging.LogRecord] = []
 
@@ -121,14 +117,13 @@ def use_compilation_cache() -> None:
 
 
 def compile_metrics() -> dict[str, float]:
-    """Return what was compiled since the last call in this process.
-
-    Seconds of building programs and of reading them from the compilation cache, and counts of both.
-    """
+    """Return seconds and counts of the programs built and read since the last call."""
     seconds, hits = _compilations()
-    built = len(seconds) - len(hits)
-    read = len(hits)
-    values = {"time/compile": sum(seconds), "compile/built": built, "compile/read": read}
+    values = {
+        "time/compile": sum(seconds),
+        "compile/built": len(seconds) - len(hits),
+        "compile/read": len(hits),
+    }
     seconds.clear()
     hits.clear()
     return values
@@ -136,7 +131,7 @@ def compile_metrics() -> dict[str, float]:
 
 @functools.cache
 def _compilations() -> tuple[list[float], list[str]]:
-    """Seconds of every program, and one item for each that was read from the cache."""
+    """Return seconds of every program, and an item for each that was read from the cache."""
     seconds: list[float] = []
     hits: list[str] = []
 
@@ -155,10 +150,9 @@ def _compilations() -> tuple[list[float], list[str]]:
 
 @contextlib.contextmanager
 def only_process(workdir: Path) -> Iterator[None]:
-    """Lock `workdir` for this process, until it ends in whatever way; the primary does so for all
-    processes of a run.
+    """Lock `workdir` until this process ends in whatever way; the primary does so for all.
 
-    Raises ValueError where another process holds the lock.
+    Raises ValueError where another process has the lock.
     """
     if not hosts.is_primary():
         yield

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 
 class StopRequest:
-    """The first SIGINT (Ctrl-C) within a `with` block, and the first SIGTERM while steps are made.
+    """First SIGINT (Ctrl-C) within a `with` block, and first SIGTERM while steps are made.
 
     In `finishing_steps` a loop finishes its step, saves and leaves. Outside it SIGINT raises
-    KeyboardInterrupt, as always. Python drops that exception where it is raised in a finalizer or
-    a library's callback; `finishing_steps` raises it again. A second signal ends the process at
-    once.
+    KeyboardInterrupt, as always; where Python drops that exception, in a finalizer or a library's
+    callback, `finishing_steps` raises it again. A second signal ends the process at once.
     """
 
     def __init__(self):

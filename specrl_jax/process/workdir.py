@@ -1,7 +1,4 @@
-"""A run's work directory: what may lie in it, and which run may go on there.
-
-Takes paths and configurations; raises ValueError in one line, before anything is computed.
-"""
+"""Checks of a run's work directory, before anything is computed: which run may go on there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,14 +15,11 @@ from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = may_change(RUN)
 # What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
-MAY_CHANGE_FROM_OTHER = ("resume_from", *may_change(RUN, ORIGIN))
+MAY_CHANGE_FROM_OTHER = may_change(RUN, ORIGIN)
 
 
-def check_places(workdir: Path) -> None:
-    """Raise ValueError where a file is in a folder's place in `workdir`, or a folder in a file's.
-
-    So that no step is computed before that is noticed.
-    """
+def check_paths(workdir: Path) -> None:
+    """Raise ValueError where `workdir` has a file for a folder or a folder for a file."""
     folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
     files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
     for path in folders:
@@ -57,7 +51,8 @@ def parse_origin(origin: str, config) -> tuple[Path, int]:
             f"got {origin!r}"
         )
     advice = f"only these may differ with --resume_from: {', '.join(MAY_CHANGE_FROM_OTHER)}"
-    if not check_run_config(workdir, config, ignore=MAY_CHANGE_FROM_OTHER, advice=advice):
+    ignored = ("resume_from", *MAY_CHANGE_FROM_OTHER)
+    if not check_run_config(workdir, config, ignore=ignored, advice=advice):
         raise ValueError(f"--resume_from must name a work directory, {workdir} has no config.json")
     return Path(workdir), int(step)
 

@@ -1,4 +1,4 @@
-"""config → `Run`: loads all that a run needs; and the `RunState` that it begins or goes on with."""
+"""Setup of a configuration's `Run`, and of the `RunState` that it begins or goes on with."""
 
 import dataclasses
 import functools
@@ -153,20 +153,20 @@ def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[st
 
 
 def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:
-    """The training rollout: of whole groups, or of the parts that screen prompts."""
+    """Return the spec of training rollouts: of whole groups, or of parts that screen prompts."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id)
     return dataclasses.replace(spec, group_size=part_size(config))
 
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
-    """The policy's learning rate by optimizer update; it makes none while the critic warms up."""
+    """Return the policy's learning rate by its updates; it has none while the critic warms up."""
     rows = config.rollout.prompts_per_step * trained_group_size(config)
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
     return make_schedule(config.updates, max(total_steps - frozen_steps(config), 1) * per_step)
 
 
 def frozen_steps(config) -> int:
-    """Steps at the start in which the policy is frozen: only the critic learns."""
+    """Return how many steps the policy is frozen at the start: only the critic learns."""
     return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
 
 
@@ -189,13 +189,12 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
 
 
 def _describe(run: Run, stream: PromptStream) -> None:
-    """Prints what was loaded, and all that was left out."""
-    shape = dict(jax.sharding.get_mesh().shape)
+    """Print what was loaded, and all that was left out."""
     count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
     if run.model.lora:
         count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
-    print(f"policy: {count}; mesh {shape}")
-    held_out = int(np.sum([real for _, real in run.held_out], dtype=int))
+    print(f"policy: {count}; mesh {dict(jax.sharding.get_mesh().shape)}")
+    held_out = sum(real for _, real in run.held_out)
     dropped = run.prompts.dropped
     dataset = run.dataset
     empty = f"{dataset.empty} without a question, " if dataset.empty else ""
@@ -218,7 +217,7 @@ def _describe(run: Run, stream: PromptStream) -> None:
 
 
 def init_state(run: Run, params: Params) -> RunState:
-    """The state before step 1: the policy warmed up, nothing stored."""
+    """Return the state before step 1: the policy warmed up, nothing stored."""
     origin = Origin.of(run, params, is_reference=False)
     trained, reference, draft_head = _begin(run, params)
     frozen = reference.params if run.model.lora else None
@@ -227,8 +226,7 @@ def init_state(run: Run, params: Params) -> RunState:
 
 
 def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
-    """Return what is trained before step 1, the reference where there is one, and the draft head
-    where a warm-up has trained one.
+    """Warm the policy up; return what is trained later, the reference and the draft head, if any.
 
     params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
     but all weights of a policy from nothing: there is nothing yet to adapt.
@@ -243,9 +241,10 @@ def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHea
         update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
         params, draft_head = warm_up(config, update_spec, params, tokenizer, run.dataset)
     if model.lora is None:
-        penalized = config.algorithm.kl_coef > 0
-        copied = jax.tree.map(jnp.copy, params) if penalized else None
-        return params, Reference(copied, saved=warm) if penalized else None, draft_head
+        reference = None
+        if config.algorithm.kl_coef:
+            reference = Reference(jax.tree.map(jnp.copy, params), saved=warm)
+        return params, reference, draft_head
     frozen = lora.freeze(model, params)
     adapters = lora.init_adapters(model, run.key)
     if not (warm and adapts):
@@ -259,23 +258,23 @@ def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHea
 def _unread_reference(run: Run, params: Params) -> Reference | None:
     """Return the reference of a run that is resumed, without what its checkpoint holds."""
     config = run.config
-    model = run.model
     warm = config.warmup.steps > 0
-    if model.lora is None:
+    if run.model.lora is None:
         return Reference(params, saved=warm) if config.algorithm.kl_coef else None
-    frozen = lora.freeze(model, params)
+    frozen = lora.freeze(run.model, params)
     if warm and config.model.source:
-        return Reference(frozen, False, lora.abstract_adapters(model))
+        return Reference(frozen, False, lora.abstract_adapters(run.model))
     return Reference(frozen, saved=warm)
 
 
 def resume(
     run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
 ) -> RunState:
-    """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
+    """Return the state that a checkpoint holds, bit for bit.
 
-    params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
-    reference that it has and this run does not need is left out; one that it lacks is made again.
+    params: those that `build` gave. step: None for the newest; another may be of a run with another
+    `algorithm.kl_coef`: a reference that this run does not need is left out, one that the
+    checkpoint lacks is made again.
     """
     reference = _unread_reference(run, params)
     saved = step is None or checkpoints.holds(step, "reference")
@@ -306,9 +305,9 @@ def resume(
 def _new_state(
     run: Run, train: PolicyState, origin: Origin, reference: Reference | None
 ) -> RunState:
-    """Every part that the configuration asks for, empty."""
+    """Return a state with every part that the configuration asks for, empty."""
     config = run.config
-    settings = run.config.rollout
+    settings = config.rollout
     state = RunState(
         train=train,
         stream=make_stream(config, run.prompts, run.total_steps),
@@ -332,12 +331,9 @@ def _draft_store(run: Run) -> DraftStore:
     model = run.model
     sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
     policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    owner = {"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy}
     shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
-    return DraftStore(
-        shape,
-        max_age=run.config.rollout.store_age,
-        owner={"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy},
-    )
+    return DraftStore(shape, max_age=run.config.rollout.store_age, owner=owner)
 
 
 def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:

@@ -1,8 +1,7 @@
 """Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
 
-`COLLECTORS` holds them; `build` chooses one for a run. Most steps are one rollout. With dynamic
-sampling or screening (`group_buffer`) they are as many as fill the batch. A way has no state of its
-own: what waits for the next step is a part of `RunState`.
+`build` chooses one of `COLLECTORS` for a run. A way has no state of its own: what waits for the
+next step is a part of `RunState`.
 """
 
 import dataclasses
@@ -30,8 +29,8 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
 )
 from specrl_jax.training.episodes import Responses, mean_by_function
-from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
+from specrl_jax.training.state import Run, RunState, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
@@ -87,13 +86,14 @@ class WholeRollout:
 
 
 class RunningAhead(WholeRollout):
-    """One rollout, whose idle places begin the prompts of the next step (`carry_over.RunAhead`)."""
+    """One rollout, whose free slots begin the prompts of the next step (`carry_over.RunAhead`)."""
 
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.run_ahead
 
     def add_part(self, run: Run, state: RunState) -> None:
-        state.run_ahead = RunAhead.empty(run.rows, run.config.rollout.response_len)
+        rows = rollout_rows(run.config)
+        state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()
@@ -110,9 +110,11 @@ class RunningAhead(WholeRollout):
         return begun.drafts_for(prompts, drafts)
 
     def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-        stored = stored_responses(run, state, prompts)
-        begun = state.run_ahead.sources(prompts)  # newest: a sibling may go on where one stopped
-        return tuple(jnp.concatenate(x, axis=1) for x in zip(begun, stored))
+        tokens, lens = stored_responses(run, state, prompts)
+        # Newest: a sibling may go on where one stopped.
+        begun_tokens, begun_lens = state.run_ahead.sources(prompts)
+        tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
+        return tokens, jnp.concatenate([begun_lens, lens], axis=1)
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         batch = super().batch(run, state, rollouts)
@@ -128,8 +130,10 @@ class RunningAhead(WholeRollout):
 
 
 class PartialRollout(WholeRollout):
-    """One rollout of more groups than are trained on, which ends once enough are done; the others
-    go on in the next step (`carry_over.Resumed`)."""
+    """One rollout of more groups than are trained on, which ends once enough are done.
+
+    The others go on in the next step (`carry_over.Resumed`).
+    """
 
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.partial > 0
@@ -150,9 +154,9 @@ class PartialRollout(WholeRollout):
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
         fillers = size + config.partial - count
-        places = np.append(np.arange(count), np.zeros(fillers, int))
+        filled = np.append(np.arange(count), np.zeros(fillers, int))
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
-        return select(prompts, places), carry_over
+        return select(prompts, filled), carry_over
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         state.resumed = rollouts[0].result.resumed
@@ -160,8 +164,7 @@ class PartialRollout(WholeRollout):
 
 
 class WaitingGroups(WholeRollout):
-    """As many rollouts as fill the batch with groups that teach (`group_buffer`); the groups and
-    parts of groups beyond it wait."""
+    """Rollouts until groups that teach fill the batch; those beyond it wait (`group_buffer`)."""
 
     def is_asked_for(self, config: Any) -> bool:
         screens = part_size(config) < config.rollout.group_size
@@ -178,7 +181,7 @@ class WaitingGroups(WholeRollout):
         return state.groups.wants_rollout()
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
-        """New prompts, and then the further parts of the groups that are to be finished."""
+        """Return new prompts, and then the further parts of the groups that are to be finished."""
         groups = state.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
         if groups.to_finish:
@@ -197,20 +200,86 @@ class WaitingGroups(WholeRollout):
         size = run.trained_group_size
         filler = rollouts[0].prompts.examples[0].base_id
         groups, values = state.groups.take_batch(filler)
-        places = places_of(groups, size)
+        row_ids, rewards = pick_rows(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
-        rollout = assemble(sources, places)
+        rollout = assemble(sources, row_ids)
         lens = hosts.fetch(rollout.lens)
-        stale = int(lens[places[:, 0] == KEPT].sum())
+        stale = int(lens[row_ids[:, 0] == KEPT].sum())
         values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
         state.groups.kept_rows = assemble(sources, state.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         values |= Stats.total([x.result.stats for x in rollouts]).metrics()
-        return TrainBatch(prompts, rollout, rewards_of(groups, size), values)
+        return TrainBatch(prompts, rollout, rewards, values)
 
 
 # A run's way is the first that its configuration asks for. None asks for two of the first three.
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
+
+
+def find_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
+) -> DraftInputs:
+    """Return what the rollout of `prompts` may draft from.
+
+    previous: the newest responses of the store. next_prompts: of the next step, begun in the same
+    rollout; None: there are none.
+    """
+    config = run.config.rollout
+    drafts = None
+    if DRAFT_SOURCES[config.draft].previous:
+        drafts = previous
+        if config.draft_age > 1:
+            drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
+        drafts = _without_unsolved(run, state, prompts, drafts)
+    drafts = run.collector.to_verify(state, prompts, drafts)
+    history = None
+    if run.rollout_spec.draft_history:
+        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        tokens = jnp.concatenate([tokens for tokens, _ in stored])
+        lens = jnp.concatenate([lens for _, lens in stored])
+        history = DraftHistory.from_store(tokens, lens, config.group_size)
+    return DraftInputs(drafts, run.log_lenience, history)
+
+
+def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
+    """Leave out a share of the drafts of unsolved groups, other samples at every visit.
+
+    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
+    keeps all: its tokens are exact only if no reward decides which drafts it sees.
+    """
+    share = run.config.rollout.refresh_unsolved
+    rule = run.rollout_spec.accept
+    unsolved = state.store.unsolved(prompts)
+    if rule.exact or not share:
+        return drafts
+    group = len(drafts.lens) // len(unsolved)
+    left_out = np.zeros((len(unsolved), group), bool)
+    for row in np.flatnonzero(unsolved):
+        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
+        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
+    return without_drafts(drafts, left_out.reshape(-1))
+
+
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    """Return all stored responses, newest generation first: tokens [Q, E * G, R], lens.
+
+    Groups that are rolled out in parts are stored in parts: these are put together.
+    """
+    part = run.rollout_spec.group_size
+    firsts = range(0, run.config.rollout.group_size, part)
+    if len(firsts) == 1:
+        return state.store.sources(prompts, step=state.step)
+    whole = state.stream.find([example.base_id for example in prompts.examples])
+    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+
+    def joined(arrays: list[jax.Array]) -> jax.Array:
+        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
+        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
+        samples = jnp.concatenate(by_generation, axis=2)
+        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
+
+    return joined([tokens for tokens, _ in parts]), joined([lens for _, lens in parts])
 
 
 def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
@@ -229,7 +298,10 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
         prefix_lens,
         run.rollout_spec.eos_ids,
         draft_lens=draft_lens,
-        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
+        previous=(
+            _joined(x.previous[0] for x in rollouts),
+            _joined(x.previous[1] for x in rollouts),
+        ),
         forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
         group_size=run.rollout_spec.group_size,
     )
@@ -261,71 +333,3 @@ def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) 
 
 def _joined(arrays) -> np.ndarray:
     return np.concatenate(list(arrays))
-
-
-# Drafts -------------------------------------------------------------------------------------------
-
-
-def find_drafts(
-    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
-) -> DraftInputs:
-    """Return what the rollout of `prompts` may draft from.
-
-    previous: the newest responses, which the store has given already.
-    next_prompts: of the step after it, begun in the same rollout; None: there are none.
-    """
-    config = run.config.rollout
-    drafts = None
-    if DRAFT_SOURCES[config.draft].previous:
-        drafts = previous
-        if config.draft_age > 1:
-            drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
-        drafts = _without_unsolved(run, state, prompts, drafts)
-    drafts = run.collector.to_verify(state, prompts, drafts)
-    history = None
-    if run.rollout_spec.draft_history:
-        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
-        stored = [run.collector.stored(run, state, batch) for batch in batches]
-        tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
-        history = DraftHistory.from_store(tokens, lens, config.group_size)
-    return DraftInputs(drafts, run.log_lenience, history)
-
-
-def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
-    """The drafts without a share of those of unsolved groups, other samples at every visit.
-
-    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
-    keeps all: what it emits is exact only if no reward decides which drafts it sees.
-    """
-    share = run.config.rollout.refresh_unsolved
-    rule = run.rollout_spec.accept
-    unsolved = state.store.unsolved(prompts)
-    if rule.exact or not share:
-        return drafts
-    group = len(drafts.lens) // len(unsolved)
-    left_out = np.zeros((len(unsolved), group), bool)
-    for row in np.flatnonzero(unsolved):
-        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
-        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
-    return without_drafts(drafts, left_out.reshape(-1))
-
-
-def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-    """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
-
-    Groups that are rolled out in parts are stored in parts: these are put together.
-    """
-    part = run.rollout_spec.group_size
-    firsts = range(0, run.config.rollout.group_size, part)
-    if len(firsts) == 1:
-        return state.store.sources(prompts, step=state.step)
-    whole = state.stream.find([example.base_id for example in prompts.examples])
-    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
-
-    def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
-        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
-        samples = jnp.concatenate(by_generation, axis=2)
-        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
-
-    return tuple(joined(arrays) for arrays in zip(*parts))

@@ -1,10 +1,9 @@
 """Responses and their rewards: one rollout, or several with an environment in between.
 
 With an environment a response is a whole episode in one row: the policy's turns, each up to its end
-of sequence, and between them what the environment answered. Those tokens are *forced*: never
-sampled, verified or trained on. Every rollout goes on from what the rows hold. Noise is keyed by a
-token's position in the row, so drafts change no token: a row's earlier episode drafts a turn as
-long as all before it, forced tokens included, is the same.
+of sequence, and between them what the environment answered. The environment's tokens are *forced*:
+never sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts
+change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
 Rows need not be in the same turn. Once few rows still generate (`allow_unfinished`), the others are
 answered, and the next rollout goes on with all of them.
@@ -36,8 +35,7 @@ MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after i
 
 @dataclasses.dataclass(frozen=True)
 class Responses:
-    """B = Q·G finished responses to Q prompts, G in a row for each; what rewards read is on the
-    host."""
+    """B = Q·G finished responses to Q prompts, G in a row for each, with their rewards."""
 
     prompts: Prompts  # [Q]; rows beyond theirs are padding
     result: RolloutResult
@@ -90,7 +88,7 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
-    """Scorer that rolls prompts out, one turn each, and turns the token ids into rewards."""
+    """Scorer that rolls prompts out, one turn each, and scores the responses."""
 
     pool: RewardPool | RewardSum
     tokenizer: Tokenizer
@@ -109,7 +107,7 @@ class ResponseScorer:
         speculation: Speculation | None = None,
         clock: Stopwatch | None = None,
     ) -> Responses:
-        """Return responses to `prompts` and their rewards; arguments as of `generate`.
+        """Roll `prompts` out and score the responses; arguments as of `rollout.generate`.
 
         clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
         """
@@ -129,7 +127,7 @@ class ResponseScorer:
                 )
                 tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
             with clock.timed("time/reward"):
-                responses = turns.end(result, tokens, lens)
+                responses = turns.end_rollout(result, tokens, lens)
         return responses
 
     def begin(
@@ -162,7 +160,7 @@ class ResponseScorer:
     def score(self, texts: Sequence, *problems: list) -> Rewards:
         """Return the pool's scores; every process scores a part and gets those of the others.
 
-        What a pool raises in one process is raised in all.
+        An error of a pool in one process is raised in all.
         """
         part = hosts.own_part(len(texts))
         own: Rewards | Exception
@@ -190,8 +188,8 @@ class EpisodeScorer(ResponseScorer):
         return _Episodes(spec, prompts, self, drafts)
 
 
-def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
-    """answers, tasks and metadata of these rows, of `total` in all."""
+def _problems(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
+    """Return answers, tasks and metadata of these rows, of `total` in all."""
     group = total // len(prompts.examples)
     examples = [prompts.examples[row // group] for row in rows]
     return (
@@ -210,7 +208,7 @@ class _OneTurn:
     drafts: DraftInputs
     carry_over: CarryOver
 
-    def end(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
+    def end_rollout(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
         """Return what the rollout gave, with its rewards."""
         prompts = select(self.prompts, result.groups)
         texts = [self.scorer.text(row[:n]) for row, n in zip(tokens, lens)]
@@ -221,21 +219,22 @@ class _OneTurn:
 
 
 class _Episodes:
-    """Episodes in progress, one a row."""
+    """Episodes in progress, one a row; arrays are [B]."""
 
     def __init__(
         self, spec: RolloutSpec, prompts: Prompts, scorer: EpisodeScorer, drafts: DraftInputs
     ):
         """Begin an episode in each row; drafts: earlier episodes."""
+        rows = len(prompts.lens) * spec.group_size
         self.spec = spec
         self.prompts = prompts
         self.scorer = scorer
         self.episode_drafts = drafts.previous
         self.drafts = drafts  # of the turn that each row is in
         if drafts.previous is not None:
-            self._draft(turn_drafts(drafts.previous, None, spec.eos_ids))
-        rows = len(prompts.lens) * spec.group_size
-        self.begun: PartialRows | None = None  # what the rows hold
+            first = turn_drafts(drafts.previous, None, spec.eos_ids)
+            self.drafts = dataclasses.replace(drafts, previous=first)
+        self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards = np.zeros(rows, np.float32)
@@ -247,45 +246,19 @@ class _Episodes:
 
     @property
     def carry_over(self) -> CarryOver:
-        """What the next rollout of all rows goes on from."""
+        """Rows that the next rollout goes on from, and how many may stay unfinished."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
         return CarryOver(partial_rows=self.begun, allow_unfinished=unfinished)
 
-    def end(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses | None:
+    def end_rollout(
+        self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
+    ) -> Responses | None:
         """Have the environment answer; return the episodes once all are over."""
-        answers = self.step(result, tokens, lens)
-        if self.over.all():
-            return self.responses(result, tokens, lens)
-        self.append(answers, result, lens)
-        return None
-
-    def _draft(self, previous: Drafts) -> None:
-        self.drafts = dataclasses.replace(self.drafts, previous=previous)
-
-    def append(
-        self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
-    ) -> None:
-        """Go on from a rollout with the environment's answers, as `step` gives them."""
-        draft_lens = put(result.draft_lens, "batch")
-        begun = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
-        forced, counts = self._padded(answers)
-        self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
-        self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
-        if self.episode_drafts is None:
-            return
-        eos_ids = self.spec.eos_ids
-        turn_starts = put(self.turn_starts, "batch")
-        drafts = turn_drafts(self.episode_drafts, self.begun, eos_ids, turn_starts)
-        self._draft(drafts)
-        # The rest of the draft of a row in the middle of its turn is verified next time.
-        seen = self.draft_lens + lens - result.resumed_lens
-        drafts_left = np.maximum(result.draft_lens - seen, 0)
-        goes_on = ~self.ended & (hosts.fetch(drafts.lens) > lens)
-        self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
-        self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))
-
-    def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
-        """Return all episodes, once they are over."""
+        self.stats.append(result.stats)
+        answers = self._answer(result, tokens, lens)
+        if not self.over.all():
+            self._go_on(answers, result, lens)
+            return None
         failed = np.array([bool(text) for text in self.reasons])
         no_observations = ("",) * len(self.reasons)
         scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
@@ -293,11 +266,10 @@ class _Episodes:
         turns = np.array([len(x) for x in self.texts])
         return Responses(self.prompts, result, tokens, lens, scores, turns)
 
-    def step(
+    def _answer(
         self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
     ) -> dict[int, list[int]]:
-        """Let the environment answer rows whose turn ended; returns its answers' ids by row."""
-        self.stats.append(result.stats)
+        """Let the environment answer the rows whose turn ended; return its token ids by row."""
         self.ended = ~self.over if result.finished is None else result.finished & ~self.over
         rows = np.flatnonzero(self.ended).tolist()
         for row in rows:
@@ -324,12 +296,28 @@ class _Episodes:
                 answers[row] = ids
         return answers
 
-    def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [B, R] and counts [B]."""
-        width = self.spec.response_slots
-        forced = np.zeros((len(self.texts), width), np.int32)
-        counts = np.zeros(len(self.texts), np.int32)
+    def _go_on(
+        self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
+    ) -> None:
+        """Append the environment's answers, and draft the turns that follow."""
+        forced = np.zeros((len(lens), self.spec.response_slots), np.int32)
+        counts = np.zeros(len(lens), np.int32)
         for row, ids in answers.items():
             forced[row, : len(ids)] = ids
             counts[row] = len(ids)
-        return forced, counts
+        begun = PartialRows(
+            result.rollout, put(self.over, "batch"), put(result.draft_lens, "batch")
+        )
+        self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
+        self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
+        if self.episode_drafts is None:
+            return
+        starts = put(self.turn_starts, "batch")
+        drafts = turn_drafts(self.episode_drafts, self.begun, self.spec.eos_ids, starts)
+        self.drafts = dataclasses.replace(self.drafts, previous=drafts)
+        # The rest of the draft of a row in the middle of its turn is verified next time.
+        seen = self.draft_lens + lens - result.resumed_lens
+        drafts_left = np.maximum(result.draft_lens - seen, 0)
+        goes_on = ~self.ended & (hosts.fetch(drafts.lens) > lens)
+        self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
+        self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))

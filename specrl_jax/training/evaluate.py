@@ -22,7 +22,7 @@ def evaluate(
 ) -> list[Responses]:
     """Return the responses to each of `batches` (see data.prompts.eval_batches).
 
-    Their prompts are the real ones, whose rows come first.
+    Their prompts are those without padding, whose rows come first.
     """
     answered = []
     for prompts, real in batches:
@@ -49,7 +49,7 @@ def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
 
 
 def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
-    """Mean of a figure of each prompt [Q], and half its 95 % interval; nan for one prompt.
+    """Return the mean of a figure of each prompt [Q], and half its 95 % interval; nan for one.
 
     Normal, with the standard error over prompts: responses to one prompt are not independent
     (arXiv 2411.00640).
@@ -61,8 +61,10 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def figures(rewards: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Mean and half the interval, by name, for rewards [Q, n]: avg@n, and pass@k for k = 1, 2, 4
-    ... n. A response is right from reward 1 on."""
+    """Return means and half intervals of rewards [Q, n]: avg@n, pass@k for k = 1, 2, 4 ... n.
+
+    A response is right from reward 1 on.
+    """
     samples = rewards.shape[1]
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
     by_name = {f"avg@{samples}": np.mean(rewards, axis=1)}

@@ -1,8 +1,8 @@
 """Groups of responses that wait: for the rest of their group, or for a batch to be full.
 
-Prompt ids and rewards in; which prompts to roll out next, and which groups to train on, out. A
-response is known by its place (rollout, row); `places_of` turns groups into the places that
-`carry_over.assemble` gathers rows from.
+Takes prompt ids and rewards; says which prompts to roll out next and which groups to train on. A
+response is known by its row id (rollout, row); `pick_rows` gives those of groups to
+`carry_over.assemble`, which gathers the rows.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
 whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and
@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax.data.curriculum import CURRICULA
 from specrl_jax.types import Rollout, StatePart
 
-KEPT = 0  # the rollout of a place: rows kept from earlier steps; 1, 2, ...: this step's rollouts
+KEPT = 0  # the rollout of a row id: rows kept from earlier steps; 1, 2, ...: this step's rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,29 +27,26 @@ class Group:
     """Responses to one prompt."""
 
     prompt_id: str
-    places: tuple[tuple[int, int], ...] = ()  # (rollout, row) of each response
+    row_ids: tuple[tuple[int, int], ...] = ()  # (rollout, row) of each response
     rewards: tuple[float, ...] = ()
-
-    def joined(self, other: "Group") -> "Group":
-        return Group(self.prompt_id, self.places + other.places, self.rewards + other.rewards)
 
 
 def part_size(config) -> int:
-    """Responses to a prompt in one rollout: those of a whole group, or of the part that screens."""
+    """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
     screens = CURRICULA[settings.name].screens
     return settings.screening if screens else config.rollout.group_size
 
 
 def trained_group_size(config) -> int:
-    """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
+    """Return how many responses of a group are trained on: all, or those that did not screen it."""
     group = config.rollout.group_size
     part = part_size(config)
     return group - part if part < group and not config.curriculum.reuse_screening else group
 
 
 class GroupBuffer(StatePart):
-    """The groups of a step, and those that wait for a later one."""
+    """Groups of a step, and those that wait for a later one."""
 
     def __init__(self, config, total_prompts: int):
         self.config = config
@@ -71,7 +68,7 @@ class GroupBuffer(StatePart):
     def max_waiting_rows(self) -> int:
         """Rows that wait between two steps at most: a batch, and two rollouts of screened parts."""
         ready = self.groups_per_batch * trained_group_size(self.config)
-        return ready + (2 * self.rows if self.screens else 0)
+        return ready + 2 * self.rows * self.screens
 
     def begin_step(self) -> None:
         self.no_signal: list[Group] = []  # finished in this step, with equal rewards
@@ -83,13 +80,13 @@ class GroupBuffer(StatePart):
 
     @property
     def to_finish(self) -> list[str]:
-        """The prompts whose groups the next rollout finishes: as many as the batch lacks."""
+        """Prompts whose groups the next rollout finishes: as many as the batch lacks."""
         missing = max(self.groups_per_batch - len(self.ready), 0)
         return list(self.unfinished)[:missing]
 
     @property
     def first_samples(self) -> list[int]:
-        """The number of the first response of each part that finishes a group."""
+        """Numbers of the first response of each part that finishes a group."""
         return list(range(self.part_size, self.group_size, self.part_size))
 
     @property
@@ -116,18 +113,19 @@ class GroupBuffer(StatePart):
         self.gen_batches += 1
         for number, (prompt_id, row) in enumerate(zip(prompt_ids, rewards.tolist(), strict=True)):
             first = number * self.part_size
-            places = tuple((self.gen_batches, first + i) for i in range(len(row)))
-            self._add(Group(prompt_id, places, tuple(row)))
+            row_ids = tuple((self.gen_batches, first + i) for i in range(len(row)))
+            self._add(Group(prompt_id, row_ids, tuple(row)))
 
     def _add(self, part: Group) -> None:
-        self.busy.add(part.prompt_id)
-        begun = self.unfinished.get(part.prompt_id)
-        group = part if begun is None else begun.joined(part)
+        name = part.prompt_id
+        self.busy.add(name)
+        begun = self.unfinished.get(name, Group(name))
+        group = Group(name, begun.row_ids + part.row_ids, begun.rewards + part.rewards)
         if len(group.rewards) == self.group_size:
-            self.unfinished.pop(group.prompt_id, None)
+            self.unfinished.pop(name, None)
             self._finish(group)
-        elif begun is not None or self._is_worth_finishing(group):
-            self.unfinished[group.prompt_id] = group
+        elif begun.rewards or self._is_worth_finishing(group):
+            self.unfinished[name] = group
 
     def _is_worth_finishing(self, group: Group) -> bool:
         settings = self.config.curriculum
@@ -138,7 +136,7 @@ class GroupBuffer(StatePart):
 
     def _finish(self, group: Group) -> None:
         first = self.group_size - trained_group_size(self.config)
-        group = Group(group.prompt_id, group.places[first:], group.rewards[first:])
+        group = Group(group.prompt_id, group.row_ids[first:], group.rewards[first:])
         has_signal = min(group.rewards) < max(group.rewards)
         learns = has_signal or not self.config.algorithm.dynamic_sampling
         (self.ready if learns else self.no_signal).append(group)
@@ -146,7 +144,7 @@ class GroupBuffer(StatePart):
     # The batch ----------------------------------------------------------------------------------
 
     def take_batch(self, filler_id: str) -> tuple[list[Group], dict[str, float]]:
-        """The groups to train on, and the step's metrics.
+        """Return the groups to train on, and the step's metrics.
 
         A batch that could not be filled gets groups without signal, then groups of no responses
         to the prompt `filler_id`.
@@ -168,15 +166,15 @@ class GroupBuffer(StatePart):
         return batch + no_signal + empty, values
 
     def keep(self) -> np.ndarray:
-        """Ends the step: the places of all rows that wait, int32 [max_waiting_rows, 2].
+        """End the step; return the ids of all rows that wait, int32 [max_waiting_rows, 2].
 
-        From now on the groups' places are (KEPT, their index in this array). The caller sets
-        `kept_rows` to the rows at these places.
+        From then on the groups' row ids are (KEPT, their index in this array). The caller sets
+        `kept_rows` to these rows.
         """
         waiting = [*self.ready, *self.unfinished.values()]
-        places = [place for group in waiting for place in group.places]
+        row_ids = [x for group in waiting for x in group.row_ids]
         self.restore(self.host(), self.kept_rows)
-        return _padded(places, self.max_waiting_rows)
+        return _padded(row_ids, self.max_waiting_rows)
 
     # Checkpoints --------------------------------------------------------------------------------
 
@@ -184,35 +182,36 @@ class GroupBuffer(StatePart):
         return self.kept_rows
 
     def host(self) -> dict[str, list]:
-        groups = {"ready": self.ready, "unfinished": self.unfinished.values()}
-        return {name: [[x.prompt_id, x.rewards] for x in held] for name, held in groups.items()}
+        return {
+            "ready": [[x.prompt_id, x.rewards] for x in self.ready],
+            "unfinished": [[x.prompt_id, x.rewards] for x in self.unfinished.values()],
+        }
 
     def restore(self, host, arrays: Rollout | None) -> "GroupBuffer":
         kept_row = itertools.count()
 
-        def with_places(prompt_id: str, rewards: Sequence[float]) -> Group:
-            places = tuple((KEPT, next(kept_row)) for _ in rewards)
-            return Group(prompt_id, places, tuple(rewards))
+        def kept(prompt_id: str, rewards: Sequence[float]) -> Group:
+            row_ids = tuple((KEPT, next(kept_row)) for _ in rewards)
+            return Group(prompt_id, row_ids, tuple(rewards))
 
-        self.ready = [with_places(*group) for group in host["ready"]]
-        self.unfinished = {group[0]: with_places(*group) for group in host["unfinished"]}
+        self.ready = [kept(*group) for group in host["ready"]]
+        self.unfinished = {group[0]: kept(*group) for group in host["unfinished"]}
         self.kept_rows = arrays
         self.begin_step()
         return self
 
 
-def places_of(groups: Sequence[Group], group_size: int) -> np.ndarray:
-    """int32 [groups * group_size, 2], the places of their rows; rollout -1 for no response."""
-    return np.concatenate([_padded(group.places, group_size) for group in groups])
+def pick_rows(groups: Sequence[Group], group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return row ids int32 [groups * group_size, 2] and rewards float32 [groups * group_size].
 
-
-def rewards_of(groups: Sequence[Group], group_size: int) -> np.ndarray:
-    """float32 [groups * group_size], 0 for no response."""
+    Where a group has no response, the rollout is -1 and the reward 0.
+    """
     rewards = np.zeros((len(groups), group_size), np.float32)
     for row, group in zip(rewards, groups, strict=True):
         row[: len(group.rewards)] = group.rewards
-    return rewards.reshape(-1)
+    row_ids = np.concatenate([_padded(group.row_ids, group_size) for group in groups])
+    return row_ids, rewards.reshape(-1)
 
 
-def _padded(places: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
-    return np.asarray([*places, *[(-1, 0)] * (rows - len(places))], np.int32)
+def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
+    return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)

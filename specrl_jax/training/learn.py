@@ -1,8 +1,4 @@
-"""The second half of a step: rewards → advantages → updates.
-
-Takes the run, its state and what was collected, a `TrainBatch`; changes `state.train` and gives the
-metrics of the updates.
-"""
+"""Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
 import functools
@@ -15,11 +11,7 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import (
-    AdvantageConfig,
-    choose_advantage,
-    overlong_penalty,
-)
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
@@ -39,13 +31,13 @@ from specrl_jax.types import Batch
 
 
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
-    """All updates of a step; changes `state.train`, returns their metrics."""
+    """Make all updates of a step: change `state.train`, return their metrics."""
     rewards, values = shaped_rewards(run, collected)
     batch = make_batch(collected.prompts, collected.rollout)
     batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        # Uncapped: what undoes the bias of the acceptance rule.
+        # They undo the bias of the acceptance rule, and are capped later.
         weights = off_policy.importance_weights(
             collected.rollout,
             np.float32(run.log_lenience),
@@ -61,7 +53,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """The rewards trained on: those of the task, less what a response's length costs."""
+    """Return the task's rewards, less the price of a response's length, and that price's metric."""
     settings = run.config.reward
     if not settings.overlong_tokens:
         return collected.rewards, {}
@@ -75,13 +67,12 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
 def with_advantages(
     run: Run, state: RunState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with advantages; with a critic also with its values and returns."""
-    update_spec = run.update_spec
+    """Return the batch with advantages; with a critic also with its values and returns."""
     values = None
-    if update_spec.critic:
+    if run.update_spec.critic:
         packed = _pack_all(run, batch)
         frozen = state.frozen(run.model)
-        values = critic_values(update_spec, state.train, packed, frozen=frozen)
+        values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
@@ -92,61 +83,11 @@ def with_advantages(
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
-@functools.partial(jax.jit, static_argnames="cap")
-def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
-    """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
-    sampling", JCGS 17, 2008)."""
-    mask = batch.mask
-    weights = jnp.minimum(batch.weights, cap)
-    return dataclasses.replace(batch, weights=weights), {
-        "policy/importance_mean": masked_mean(weights, mask),
-        "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
-    }
-
-
-def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
-    """The batch in which the last response of each unsolved group is replaced by the solution of
-    its problem, where there is one: SuperRL (arXiv 2506.01096, section 3).
-
-    A group is unsolved where none of its responses has the reward of a right one, 1. Only the
-    update sees solutions.
-    """
-    group_size = run.trained_group_size
-    tokens = np.zeros(batch.old_logprobs.shape, np.int32)
-    lens = np.zeros(len(tokens), np.int32)
-    unsolved = collected.rewards.reshape(-1, group_size).max(axis=1) < 1
-    for group in np.flatnonzero(unsolved):
-        solution = run.solutions.get(collected.prompts.examples[group].prompt_id, ())
-        row = (group + 1) * group_size - 1
-        tokens[row, : len(solution)] = solution
-        lens[row] = len(solution)
-    share = np.count_nonzero(lens) / len(unsolved)
-    return _replace(batch, put(tokens, "batch", None), put(lens, "batch")), {
-        "update/solutions": share
-    }
-
-
-@jax.jit
-def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
-    """The batch with these responses, which are given, where their length is not 0."""
-    given = lens > 0
-    slots = batch.tokens.shape[1] - tokens_BR.shape[1]
-    tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
-    return dataclasses.replace(
-        batch,
-        tokens=jnp.where(given[:, None], tokens, batch.tokens),
-        response_lens=jnp.where(given, lens, batch.response_lens),
-        advantages=jnp.where(given[:, None], 0, batch.advantages),
-        given=given,
-    )
-
-
 def _update_by_mini_batches(
     run: Run, state: RunState, batch: Batch, collected: TrainBatch
 ) -> dict[str, float]:
-    """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
+    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    update_spec = run.update_spec
     batch, values = _with_other_logprobs(run, state, batch)
     if batch.weights is not None:
         batch, more = _capped(batch, run.config.algorithm.importance_cap)
@@ -154,13 +95,17 @@ def _update_by_mini_batches(
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         values |= more
-    frozen = state.frozen(run.model)
     critic_alone = state.step <= frozen_steps(run.config)
     history = []
     mini_batches = pack_mini_batches(run, batch)
     for packed in mini_batches * settings.passes:
         state.train, sums = update(
-            update_spec, state.train, batch, packed, frozen=frozen, policy_frozen=critic_alone
+            run.update_spec,
+            state.train,
+            batch,
+            packed,
+            frozen=state.frozen(run.model),
+            policy_frozen=critic_alone,
         )
         history.append(sums)
     history = finite_updates(run, state, hosts.fetch(history))
@@ -174,65 +119,85 @@ def _update_by_mini_batches(
     return {name: float(value) for name, value in values.items()}
 
 
-# Stage → what its scalars begin with, the field of its learning rate.
-_STAGES = {
-    "policy": ("", "updates.learning_rate"),
-    "critic": ("critic_", "critic.learning_rate"),
-    "draft head": ("head_", "rollout.head.learning_rate"),
-}
+def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
+    values = {}
+    recompute = run.config.updates.old_logprobs == "recompute"
+    penalized = run.config.algorithm.kl_coef > 0
+    if not recompute and not penalized:
+        return batch, values
+    packed = _pack_all(run, batch)
+    if recompute:
+        old = logprobs(run.update_spec, state.policy(run.model), packed)
+        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
+        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
+            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
+            batch = dataclasses.replace(batch, weights=weights)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if penalized:
+        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
+        batch = dataclasses.replace(batch, ref_logprobs=reference)
+    return batch, values
 
 
-def finite_updates(
-    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
-) -> list[dict[str, np.ndarray]]:
-    """The scalars of the updates that were not skipped; counts those that were in `state`.
+@functools.partial(jax.jit, static_argnames="cap")
+def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
+    """Cap the importance weights (Ionides, "Truncated importance sampling", JCGS 17, 2008)."""
+    weights = jnp.minimum(batch.weights, cap)
+    above = (batch.weights > cap).astype(jnp.float32)
+    return dataclasses.replace(batch, weights=weights), {
+        "policy/importance_mean": masked_mean(weights, batch.mask),
+        "policy/importance_capped": masked_mean(above, batch.mask),
+    }
 
-    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
-    or `updates.skip_nonfinite` updates in a row were skipped.
+
+def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
+    """Replace the last response of each unsolved group by its problem's solution, if it has one.
+
+    A group is unsolved where none of its responses has the reward of a right one, 1. Only the
+    update sees solutions. SuperRL (arXiv 2506.01096, section 3).
     """
-    config = run.config
-    made = []
-    for sums in history:
-        stage, name = _first_nonfinite(sums)
-        if not name:
-            made.append(sums)
-            state.skipped_in_row = 0
-            continue
-        prefix, field = _STAGES[stage]
-        state.skipped_in_row += 1
-        skippable = name in ("loss", "grad_norm")
-        if not skippable or state.skipped_in_row >= config.updates.skip_nonfinite:
-            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
-            raise FloatingPointError(
-                f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
-                f"now {dict(flatten(config))[field]}"
-            )
-        state.skipped += 1
-    return made
+    group_size = run.trained_group_size
+    tokens = np.zeros(batch.old_logprobs.shape, np.int32)
+    lens = np.zeros(len(tokens), np.int32)
+    unsolved = collected.rewards.reshape(-1, group_size).max(axis=1) < 1
+    for group in np.flatnonzero(unsolved):
+        solution = run.solutions.get(collected.prompts.examples[group].prompt_id, ())
+        row = (group + 1) * group_size - 1
+        tokens[row, : len(solution)] = solution
+        lens[row] = len(solution)
+    batch = _replace(batch, put(tokens, "batch", None), put(lens, "batch"))
+    return batch, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
 
 
-def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Return (stage, name) of the first scalar that is not finite, or empty."""
-    for name in ("loss", "grad_norm", "weight_norm", "moments"):
-        for stage, (prefix, _) in _STAGES.items():
-            if not np.isfinite(sums.get(prefix + name, 0.0)):
-                return stage, name
-    return "", ""
+@jax.jit
+def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
+    """Put these responses, which are given, in the batch where their length is not 0."""
+    given = lens > 0
+    slots = batch.tokens.shape[1] - tokens_BR.shape[1]
+    tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
+    return dataclasses.replace(
+        batch,
+        tokens=jnp.where(given[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(given, lens, batch.response_lens),
+        advantages=jnp.where(given[:, None], 0, batch.advantages),
+        given=given,
+    )
 
 
 def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
-    """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
+    """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
-    config = run.config
-    size = config.updates.mini_batch_size
+    updates = run.config.updates
+    algorithm = run.config.algorithm
     included = np.ones(len(rows), bool)
     # They give a gradient to rows without an advantage.
-    others = config.algorithm.kl_coef or config.algorithm.entropy_coef or run.update_spec.critic
-    if config.updates.skip_no_signal and not others:
+    others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
+    if updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
     return [
         pack_rows(run.update_spec, batch, part, included[part])
-        for part in np.split(rows, len(rows) // size)
+        for part in np.split(rows, len(rows) // updates.mini_batch_size)
     ]
 
 
@@ -247,33 +212,55 @@ def _pack_all(run: Run, batch: Batch) -> PackedRows:
     return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
 
 
-def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    update_spec = run.update_spec
-    values = {}
-    recompute = run.config.updates.old_logprobs == "recompute"
-    penalized = run.config.algorithm.kl_coef > 0
-    if not recompute and not penalized:
-        return batch, values
-    packed = _pack_all(run, batch)
-    if recompute:
-        old = logprobs(update_spec, state.policy(run.model), packed)
-        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
-        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
-            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
-            batch = dataclasses.replace(batch, weights=weights)
-        batch = dataclasses.replace(batch, old_logprobs=old)
-    if penalized:
-        reference = logprobs(update_spec, state.reference.policy(run.model), packed)
-        batch = dataclasses.replace(batch, ref_logprobs=reference)
-    return batch, values
+# Stage → what its scalars begin with, the field of its learning rate.
+_STAGES = {
+    "policy": ("", "updates.learning_rate"),
+    "critic": ("critic_", "critic.learning_rate"),
+    "draft head": ("head_", "rollout.head.learning_rate"),
+}
+
+
+def finite_updates(
+    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
+) -> list[dict[str, np.ndarray]]:
+    """Return the scalars of the updates that were not skipped; count the others in `state`.
+
+    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
+    or `updates.skip_nonfinite` updates in a row were skipped.
+    """
+    fields = dict(flatten(run.config))
+    made = []
+    for sums in history:
+        stage, name = _first_nonfinite(sums)
+        if not name:
+            made.append(sums)
+            state.skipped_in_row = 0
+            continue
+        prefix, field = _STAGES[stage]
+        state.skipped_in_row += 1
+        skippable = name in ("loss", "grad_norm")
+        if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
+            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
+            raise FloatingPointError(
+                f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
+                f"now {fields[field]}"
+            )
+        state.skipped += 1
+    return made
+
+
+def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Return (stage, name) of the first scalar that is not finite, or empty."""
+    for name in ("loss", "grad_norm", "weight_norm", "moments"):
+        for stage, (prefix, _) in _STAGES.items():
+            if not np.isfinite(sums.get(prefix + name, 0.0)):
+                return stage, name
+    return "", ""
 
 
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    rows = sum(np.any(hosts.fetch(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
-    slots = sum(
-        hosts.fetch(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
-    )
+    rows = sum(np.any(hosts.fetch(x.nodes) >= 0, axis=1).sum() for x in mini_batches)
+    slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
         "update/signal_fraction": rows / len(batch.tokens),
         "update/computed_fraction": slots / batch.tokens.size,

@@ -1,7 +1,7 @@
-"""The largest arrays of a run, estimated from its configuration: whether they fit, what sets them.
+"""Estimates of a run's largest arrays from its configuration.
 
-The estimate counts less than a run needs, so that what fits is not refused. `check` comes before
-anything is allocated: a system may end a process that takes too much without a word.
+They are below what a run needs, so that what fits is not refused. `check` comes before anything is
+allocated: a system may end a process that takes too much without a word.
 """
 
 import contextlib
@@ -38,26 +38,25 @@ class Part(NamedTuple):
 
 
 def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list[Part]]]:
-    """Each stage of a run, and what it holds at once. prompts: to train on."""
-    rollout, updates, warmup, evaluation = (
-        config[name] for name in ("rollout", "updates", "warmup", "evaluate")
-    )
-    tokens = config.data.prompt_len
-    of_row = "data.prompt_len rollout.response_len"
-    slots = tokens + rollout.response_len
+    """Yield each stage of a run, and its arrays at once. prompts: to train on."""
+    rollout = config.rollout
+    updates = config.updates
+    warmup = config.warmup
+    evaluation = config.evaluate
+    row_fields = "data.prompt_len rollout.response_len"
+    slots = config.data.prompt_len + rollout.response_len
     itemsize = jnp.dtype(model.dtype).itemsize
-    of_model = "model.source" if config.model.source else "model.num_layers model.embed_dim"
+    model_fields = "model.source" if config.model.source else "model.num_layers model.embed_dim"
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
-    kept = [Part("weights and optimizer", of_model, 12 * param_count(model))]
+    kept = [Part("weights and optimizer", model_fields, 12 * param_count(model))]
     if model.lora:
         adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
-        kept = [Part("weights", of_model, itemsize * param_count(model)), adapters]
+        kept = [Part("weights", model_fields, itemsize * param_count(model)), adapters]
     has_head = DRAFT_SOURCES[rollout.draft].head
     layers = model.num_layers + has_head
     if has_head:
-        head = Part("draft head and optimizer", of_model, 12 * draft_head_size(model))
-        kept.append(head)
+        kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
     fields = "data.prompts rollout.group_size rollout.response_len"
     generations = rollout.draft_age
     if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
@@ -74,13 +73,13 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
             fields = "rollout.max_rows"
         cache = 2 * layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
-        return [Part("KV cache", f"{fields} {of_row}", cache), logits]
+        return [Part("KV cache", f"{fields} {row_fields}", cache), logits]
 
     def trained(rows: int, fields: str) -> list[Part]:
         activations = itemsize * model.num_layers * width * rows * slots
         logits = 4 * rows * min(rollout.logits_chunk, slots) * model.vocab_size
         return [
-            Part("activations", f"{fields} {of_row}", activations),
+            Part("activations", f"{fields} {row_fields}", activations),
             Part("logits", f"{fields} rollout.logits_chunk", logits),
         ]
 
@@ -89,7 +88,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
     yield "an update", kept + trained(updates[size], f"updates.{size}")
     if model.lora:
-        read = Part("weights as they are read", of_model, 4 * param_count(model))
+        read = Part("weights as they are read", model_fields, 4 * param_count(model))
         yield "the start", [*kept, read]
     if warmup.steps:
         yield "the warm-up", kept[:-1] + trained(warmup.batch_size, "warmup.batch_size")
@@ -116,7 +115,7 @@ def check(config, model: ModelConfig, prompts: int) -> None:
 
 
 def device_memory() -> tuple[float, str]:
-    """Bytes of all devices of the mesh in use, and what has them."""
+    """Return the bytes of all devices of the mesh in use, and what has them."""
     devices = jax.sharding.get_mesh().devices.ravel()
     if devices[0].platform == "cpu":
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -129,7 +128,7 @@ def device_memory() -> tuple[float, str]:
 
 
 @contextlib.contextmanager
-def named(config, model: ModelConfig, prompts: int) -> Iterator[None]:
+def explain_shortage(config, model: ModelConfig, prompts: int) -> Iterator[None]:
     """Turn a failed allocation into an OutOfMemoryError that names what the largest arrays are."""
     try:
         yield

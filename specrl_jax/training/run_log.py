@@ -1,8 +1,4 @@
-"""All that a run writes into its work directory beside its checkpoints.
-
-`RunLog` gathers a step's metrics and seconds and writes them as one record. It also writes a share
-of the responses, the answers that could not be scored, and the report page.
-"""
+"""Files of a run beside its checkpoints: metrics, responses, failures and the report page."""
 
 import contextlib
 import dataclasses
@@ -69,7 +65,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._records = RolloutRecords(folder, share, decode=self._decode, eos_ids=eos_ids)
 
     def restore(self, step: int) -> None:
-        """Remove what was written after `step`; at step 0 all, as step 0 is written again."""
+        """Remove records after `step`; at step 0 all, as step 0 is written again."""
         if self._writes:
             self._metrics.restore(step or -1)
             self._records.restore(step or -1)
@@ -132,10 +128,10 @@ class RunLog(contextlib.AbstractContextManager):
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
         self._metrics.show(f"step {self._step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
-        for place in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
-            row = group * responses.group_size + place
+        for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
+            row = group * responses.group_size + sample
             parts = [f"{name} {x[row]:.3g}" for name, x in responses.scores.by_function.items()]
-            reward = f"{rewards[place]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
+            reward = f"{rewards[sample]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
             text = self._text(responses.tokens[row, : responses.lens[row]])
             self._metrics.show(f"  reward {reward}: {_shown(text)}")
 
@@ -149,7 +145,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def _shown(text: str) -> str:
-    """The text as one printable line, without the middle of a long one."""
+    """Return the text as one printable line, without the middle of a long one."""
     line = printable(text)
     half = _MAX_SHOWN // 2
     return line if len(line) <= _MAX_SHOWN else f"{line[:half]} [...] {line[-half:]}"

@@ -1,8 +1,7 @@
-"""All of a run that never changes (`Run`), and what every step changes (`RunState`).
+"""Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
-The state is made of parts that save, restore and describe themselves. A new part is a
-`types.StatePart`, a field of `RunState` and a line of `build._new_state`. What a way to collect
-keeps between steps is added by `collect`.
+A new part of the state is a `types.StatePart`, which saves, restores and describes itself, a field
+of `RunState` and a line of `build._new_state`. A way to collect adds its own part (`collect`).
 """
 
 import dataclasses
@@ -43,21 +42,17 @@ class Run:
     config: Any
     dataset: Dataset
     prompts: EncodedDataset
-    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
+    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are no padding
     solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
     model: ModelConfig
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
-    scorer: ResponseScorer
+    scorer: ResponseScorer  # rolls prompts out, and scores the responses
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # the way to collect a batch, of `collect.COLLECTORS`
+    collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
-
-    @property
-    def rows(self) -> int:
-        return rollout_rows(self.config)
 
     @property
     def trained_group_size(self) -> int:
@@ -85,7 +80,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Reference(StatePart):
-    """The policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
+    """Policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
 
     params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
     saved: bool  # trained by a warm-up here; others are read from their source again
@@ -121,7 +116,7 @@ class Origin(StatePart):
     weights: int  # their checksum, before a warm-up
     held_out: str  # digest of the held-out prompts' ids and tokens; "": there are none
     solutions: str  # of the solutions' tokens, likewise
-    is_reference: bool  # whether the reference is made from the source again
+    is_reference: bool  # the reference is made from the source again
 
     @classmethod
     def of(cls, run: Run, params: Params, is_reference: bool) -> "Origin":
@@ -129,12 +124,16 @@ class Origin(StatePart):
         shape = dataclasses.asdict(run.model)
         for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
             del shape[name]
-        batches = run.held_out
-        kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
-        held_out = digest(*kept[::2], *kept[1::2]) if kept else ""
-        source = run.config.model.source
-        solutions = digest(*run.solutions.values()) if run.solutions else ""
-        return cls(source, shape, checksum(params), held_out, solutions, is_reference)
+        ids = [prompts.ids[:real] for prompts, real in run.held_out]
+        tokens = [prompts.tokens[:real] for prompts, real in run.held_out]
+        return cls(
+            source=run.config.model.source,
+            shape=shape,
+            weights=checksum(params),
+            held_out=digest(*ids, *tokens) if ids else "",
+            solutions=digest(*run.solutions.values()) if run.solutions else "",
+            is_reference=is_reference,
+        )
 
     def host(self) -> dict[str, Any]:
         digests = {"held_out": self.held_out, "solutions": self.solutions}
@@ -153,11 +152,10 @@ class Origin(StatePart):
                 f"model.source must be the model that the run began with, got {self.source!r}: "
                 f"{'; '.join(changed)}; put its files back, or begin a new run"
             )
-        for name, now, what in (
-            ("held_out", self.held_out, "held-out prompts"),
-            ("solutions", self.solutions, "solutions"),
+        for what, before, now in (
+            ("held-out prompts", host["held_out"], self.held_out),
+            ("solutions", host["solutions"], self.solutions),
         ):
-            before = host[name]
             if now and before and before != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "
@@ -186,9 +184,8 @@ class RunState:
 
     @property
     def parts(self) -> dict[str, StatePart]:
-        """The parts that are on, by name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: part for name, part in fields.items() if isinstance(part, StatePart)}
+        """Parts that are on, by name."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, StatePart)}
 
     def frozen(self, model: ModelConfig) -> Params | None:
         """Return the weights that adapters are trained for; None: all weights are trained."""
@@ -206,8 +203,8 @@ class RunState:
         if head is None:
             return weights
         vocab = run.update_spec.draft_head.vocab
-        copied = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
-        return weights | {"draft_head": copied}
+        draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
+        return weights | {"draft_head": draft_head}
 
     def begin_step(self) -> None:
         """Begin the next step."""
@@ -220,7 +217,7 @@ class RunState:
         return NoiseKey(run.key, self.step, noise_steps=noise_steps)
 
     def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
-        """Take in what a rollout gave, and return it with what went before.
+        """Take in a rollout's responses, and return them with what went before.
 
         The responses are the next drafts of their prompts; their rewards choose the next prompts
         and the samples that keep their noise. previous: the last responses of all rows that the
@@ -249,7 +246,7 @@ class RunState:
 
     @property
     def epoch(self) -> int:
-        """The pass over the prompts that the next step begins in, from 1."""
+        """Pass over the prompts that the next step begins in, from 1."""
         return self.prompts_seen // self.stream.prompts_per_epoch + 1
 
     @property
@@ -258,11 +255,11 @@ class RunState:
         return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
 
     def arrays(self) -> dict[str, Any]:
-        """The device's part of a checkpoint."""
+        """Return the device's part of a checkpoint."""
         return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
 
     def host(self) -> dict[str, Any]:
-        """The host's part of a checkpoint, JSON-able."""
+        """Return the host's part of a checkpoint, JSON-able."""
         skipped = (self.skipped, self.skipped_in_row)
         own = {"step": self.step, "skipped": skipped, "machine": machine()}
         return own | {name: x.host() for name, x in self.parts.items()}

@@ -1,6 +1,6 @@
-"""The supervised stage before step 1: maximum likelihood on solutions or demonstrations.
+"""Supervised stage before step 1: maximum likelihood on solutions or demonstrations.
 
-It gives a policy something to improve, and is a pure function of the configuration and the data.
+Its result is a pure function of the configuration and the data.
 """
 
 import dataclasses
@@ -71,12 +71,13 @@ def warm_up(
     are adapters, the weights that they belong to.
     """
     settings = config.warmup
-    slots = (config.data.prompt_len, config.rollout.response_len)
+    prompt_len = config.data.prompt_len
+    response_len = config.rollout.response_len
     examples = load_warmup_examples(config, settings.examples, dataset)
     field = config.data.solution_field
     texts = demonstrations(examples, settings.mistake_rate, config.seed, field)
     pairs = [(tokenizer.encode_prompt(p), encode_response(a, tokenizer)) for p, a in texts]
-    pairs = [(p, a) for p, a in pairs if len(p) <= slots[0] and 0 < len(a) <= slots[1]]
+    pairs = [(p, a) for p, a in pairs if len(p) <= prompt_len and 0 < len(a) <= response_len]
     if not texts:
         raise ValueError(
             f"data.solution_field must name a column with solutions, got {field!r}: none of "
@@ -84,7 +85,7 @@ def warm_up(
         )
     if not pairs:
         raise ValueError(
-            f"rollout.response_len must hold the demonstrations' answers, got {slots[1]}"
+            f"rollout.response_len must hold the demonstrations' answers, got {response_len}"
         )
     rate = settings.mistake_rate
     flawed = f", {rate:.0%} of their digits wrong" if rate else ""
@@ -95,11 +96,11 @@ def warm_up(
         flush=True,
     )
     data = Demonstrations(
-        *right_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
-        *right_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
+        *right_padded([p for p, _ in pairs], prompt_len, tokenizer.pad_id),
+        *right_padded([a for _, a in pairs], response_len, tokenizer.pad_id),
     )
-    read = {"the demonstrations": digest(*jax.tree.leaves(data))}
-    hosts.check_same(read, "give them the same files")
+    fingerprint = {"the demonstrations": digest(*jax.tree.leaves(data))}
+    hosts.check_same(fingerprint, "give them the same files")
     return supervise(update_spec, params, data, settings, config.seed, frozen)
 
 
@@ -111,8 +112,7 @@ def supervise(
     seed: int,
     frozen: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
-    """Train `params` for `settings.steps` on the demonstrations; returns the new parameters, and
-    the draft head that was trained beside them.
+    """Train `params` on the demonstrations; return the new ones and the draft head beside them.
 
     settings: `config.warmup`, of which steps, batch_size and learning_rate are read. Raises
     FloatingPointError where the loss or the weights are not finite.

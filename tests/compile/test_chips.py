@@ -83,9 +83,7 @@ def _compiled(path, topology: str, *flags: str) -> None:
     ("topology", "flags"),
     [
         pytest.param(
-            "v5e:1x1",
-            ["--config.lora.rank=4", "--config.model.remat=True"],
-            marks=pytest.mark.slow,
+            "v5e:1x1", ["--config.lora.rank=4", "--config.model.remat=True"], marks=pytest.mark.slow
         ),
         ("v5e:2x2", []),
     ],

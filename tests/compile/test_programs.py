@@ -44,8 +44,8 @@ KINDS = {
     },
 }  # fmt: skip
 SLOW = [
-    "block", "previous and tree", "DAPO", "turns", "turns that do not wait", "run-ahead", "partial",
-    "adapters",
+    "block", "previous", "previous and tree", "PPO", "DAPO", "turns", "turns that do not wait",
+    "run-ahead", "partial", "adapters",
 ]  # fmt: skip
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 
@@ -63,13 +63,9 @@ def run(changes, workdir, **more) -> None:
     train(config, workdir)
 
 
-def cases(names):
-    """Kinds of runs; those of which another one proves nearly as much are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=slow if name in SLOW else ()) for name in names]
-
-
-@pytest.mark.parametrize("kind", cases(KINDS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in KINDS]
+)
 def test_nothing_compiles_after_the_first_step(mesh, tmp_path, kind, capsys):
     run(KINDS[kind], tmp_path, **{"train.steps": 4})
     assert late(tmp_path) == {}

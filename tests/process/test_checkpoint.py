@@ -91,7 +91,7 @@ def test_donating_the_state_after_save_leaves_the_checkpoint_alone(tmp_path, mak
     np.testing.assert_array_equal(np.asarray(state["w"]), -1 - expected)
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
+def test_keeps_the_last_and_the_best_and_leaves_a_step_that_is_there(tmp_path):
     metrics = {1: 0.5, 2: 0.9, 3: None, 4: float("nan"), 5: 0.7, 6: 0.9, 7: 0.1, 8: None}
     with Checkpointer(tmp_path, keep_last=2, keep_best=2) as checkpointer:
         for step, metric in metrics.items():
@@ -101,20 +101,13 @@ def test_keeps_the_last_and_the_best(tmp_path):
     with Checkpointer(tmp_path, keep_last=2, keep_best=2) as checkpointer:
         assert checkpointer.latest_step() == 8
         # The metrics were read back: step 2, the worse of the two best by age, gives way.
-        checkpointer.save(9, _small(9), {}, metric=1.0)
+        assert checkpointer.save(9, _small(9), {}, metric=1.0)
+        assert not checkpointer.save(6, _small(2), {})
         checkpointer.wait()
         arrays, host = checkpointer.restore(6, _small(0))
     assert folders(tmp_path) == ["6", "8", "9"]
     assert host == {"step": 6}
     np.testing.assert_array_equal(np.asarray(arrays["x"]), [6, 6, 6, 6])
-
-
-def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
-    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
-        assert checkpointer.save(1, _small(1), {})
-        assert not checkpointer.save(1, _small(2), {})
-        checkpointer.wait()
-        assert checkpointer.restore(1, _small(0))[0]["x"][0] == 1
 
 
 def _die_in_the_second_save(folder: pathlib.Path) -> None:
@@ -210,12 +203,15 @@ def test_what_cannot_be_written_says_so_and_loses_no_earlier_step(tmp_path):
     assert host == {"position": 1}
 
 
-def test_run_config_of_the_same_run(tmp_path):
+def test_run_config_of_the_same_run_and_a_damaged_one(tmp_path):
     workdir = tmp_path / "new" / "run"
     assert not check_run_config(workdir, small_config())
     save_run_config(workdir, small_config())
     assert check_run_config(workdir, small_config())
     assert [p.name for p in workdir.iterdir()] == ["config.json"]
+    (workdir / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
+        check_run_config(workdir, small_config())
 
 
 def test_a_changed_run_config_is_refused_with_every_field(tmp_path):
@@ -244,10 +240,4 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     newer["updates"]["gone"] = 1
     save_run_config(tmp_path, newer)
     with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
-        check_run_config(tmp_path, small_config())
-
-
-def test_a_damaged_run_config_is_named(tmp_path):
-    pathlib.Path(tmp_path, "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
         check_run_config(tmp_path, small_config())

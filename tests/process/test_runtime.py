@@ -149,13 +149,10 @@ def test_devices_that_do_not_start_are_one_line(machine, monkeypatch):
 # The compilation cache ----------------------------------------------------------------------------
 
 
-def test_a_chosen_cache_folder_stays(restored):
+def test_a_chosen_cache_folder_stays_and_the_default_is_the_users(restored, monkeypatch, tmp_path):
     folder = jax.config.jax_compilation_cache_dir
     runtime.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == folder
-
-
-def test_the_default_cache_folder_is_the_users(restored, monkeypatch, tmp_path):
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime.use_compilation_cache()

@@ -21,12 +21,17 @@ def test_a_signal_becomes_a_request_and_handlers_come_back(capsys, number):
     assert "finishing this step, then saving" in capsys.readouterr().out
 
 
-def test_before_the_first_step_ctrl_c_stops_at_once():
+def test_before_the_first_step_and_after_the_last_ctrl_c_stops_at_once():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert stop.name == "SIGINT"
     assert signal.getsignal(signal.SIGINT) is before
+    with StopRequest() as stop:
+        with stop.finishing_steps():
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class _Finalized:
@@ -44,11 +49,3 @@ def test_a_ctrl_c_whose_exception_is_dropped_stops_before_the_first_step(monkeyp
         assert dropped == [KeyboardInterrupt]
         with pytest.raises(KeyboardInterrupt), stop.finishing_steps():
             pytest.fail("the first step would begin")
-
-
-def test_after_the_last_step_ctrl_c_stops_at_once():
-    with StopRequest() as stop:
-        with stop.finishing_steps():
-            os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)

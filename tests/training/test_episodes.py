@@ -169,8 +169,7 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
     forced = np.sum(new.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
-        new.sources == Source.FORCED,
-        np.asarray(expected.result.rollout.sources) == Source.FORCED,
+        new.sources == Source.FORCED, np.asarray(expected.result.rollout.sources) == Source.FORCED
     )
     accepted = np.sum(new.sources == Source.REUSED, axis=1)
     np.testing.assert_array_equal(accepted, new.prefix_lens)

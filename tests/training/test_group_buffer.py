@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from small_runs import small_config
 
-from specrl_jax.training.group_buffer import (
-    KEPT,
-    Group,
-    GroupBuffer,
-    places_of,
-    rewards_of,
-    trained_group_size,
-)
+from specrl_jax.training.group_buffer import KEPT, Group, GroupBuffer, pick_rows, trained_group_size
 
 Q, G, N = 4, 8, 2
 DAPO = {"algorithm.dynamic_sampling": True}
@@ -67,8 +60,8 @@ class Play:
         return groups, values, rollouts
 
     def check(self, group: Group) -> None:
-        """A group's places hold its own responses, in order, with their rewards."""
-        owners = [self.owners[rollout][row] for rollout, row in group.places]
+        """A group's row ids are of its own responses, in order, with their rewards."""
+        owners = [self.owners[rollout][row] for rollout, row in group.row_ids]
         trained = trained_group_size(self.buffer.config)
         starts = G - trained if len(owners) == trained else 0
         assert owners == [(group.prompt_id, starts + i) for i in range(len(owners))]
@@ -87,7 +80,7 @@ def test_dapo_trains_on_every_group_with_signal_once_in_order():
         assert values["rollout/groups_filled"] == 0
         assert "curriculum/waiting" not in values
         assert all(len(ids) == Q for ids in rollouts)
-        waiting += [group for group in groups if group.places[0][0] == KEPT]
+        waiting += [group for group in groups if group.row_ids[0][0] == KEPT]
         trained += [group.prompt_id for group in groups]
     names = [f"p{i}" for i in range(play.prompts)]
     with_signal = [name for name in names if 0 < sum(play.all_rewards(name)) < G]
@@ -107,10 +100,11 @@ def test_a_batch_that_cannot_be_filled_gets_groups_without_signal_then_empty_one
     groups, values = one.take_batch("filler")
     assert [group.prompt_id for group in groups] == ["b", "a", *["filler"] * 4]
     assert values["rollout/groups_filled"] == 5
-    places = places_of(groups, G)
-    np.testing.assert_array_equal(places[: 2 * G, 1], [*range(G, 2 * G), *range(G)])
-    assert set(places[2 * G :, 0]) == {-1}
-    np.testing.assert_array_equal(rewards_of(groups, G)[2 * G :], 0)
+    row_ids, rewards = pick_rows(groups, G)
+    np.testing.assert_array_equal(row_ids[: 2 * G, 1], [*range(G, 2 * G), *range(G)])
+    assert set(row_ids[2 * G :, 0]) == {-1}
+    np.testing.assert_array_equal(rewards[: 2 * G], [*[0, 1] * (G // 2), *[1] * G])
+    np.testing.assert_array_equal(rewards[2 * G :], 0)
 
 
 def test_rollouts_end_where_prompts_run_out():

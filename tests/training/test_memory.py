@@ -84,7 +84,7 @@ def test_a_failed_allocation_is_one_line(mesh, capsys, allocate):
     config = small_config(EVERYTHING)
     with (
         pytest.raises(OutOfMemoryError) as error,
-        memory.named(config, load_shape(config, 16), prompts=8),
+        memory.explain_shortage(config, load_shape(config, 16), prompts=8),
     ):
         allocate()
     named = r"; the largest arrays take at least activations, .* \(.* x rollout.response_len\); "
@@ -101,6 +101,6 @@ def test_other_errors_pass(mesh):
     for error in (KeyError("x"), ValueError("RESOURCE_EXHAUSTED: the disk")):
         with (
             pytest.raises(type(error)),
-            memory.named(config, load_shape(config, 16), prompts=8),
+            memory.explain_shortage(config, load_shape(config, 16), prompts=8),
         ):
             raise error

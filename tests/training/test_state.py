@@ -14,7 +14,6 @@ from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
 from specrl_jax.training.state import Origin, RunState
-from specrl_jax.types import StatePart
 
 ALWAYS = {"stream", "store", "origin", "kept_noise"}
 ADAPTIVE = {"rollout.adaptive": True}
@@ -107,28 +106,6 @@ def test_on_another_machine_seconds_are_measured_again(mesh, tmp_path, monkeypat
     assert resumed.reached == state.speculation.reached != []
     assert resumed.accepted == state.speculation.accepted
     assert resumed.seconds == (None if moved else {(32, 1): 0.5})
-
-
-def test_a_new_part_needs_only_its_class_and_a_field(mesh):
-    @dataclasses.dataclass
-    class Counter(StatePart):
-        count: int = 0
-
-        def host(self):
-            return self.count
-
-        def restore(self, host, arrays):
-            return Counter(host)
-
-    @dataclasses.dataclass
-    class Extended(RunState):
-        counter: Counter | None = None
-
-    state, _ = _states({})
-    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    one, other = Extended(**fields, counter=Counter(3)), Extended(**fields, counter=Counter())
-    other.restore(json.loads(json.dumps(one.host())), one.arrays())
-    assert other.counter == Counter(3)
 
 
 def test_a_resume_with_other_solutions_is_refused():
