@@ -164,7 +164,10 @@ def sample(
     # a log-sum-exp at the price of a slow fusion; whole steps of 27M parameters were 14 % longer.
     folded = jax.lax.optimization_barrier(_fold(logits))
     rows, length = folded.shape[-2:]
-    row_ids = _row_ids(rows)[leading]
+    row_ids = jnp.arange(rows, dtype=jnp.int32)
+    if rows % shards("vocab") == 0:  # laid out like the folded rows
+        row_ids = reshard(row_ids, "vocab")
+    row_ids = row_ids[leading]
     if length == 1:
         # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
         won = jnp.zeros_like(positions)
@@ -197,12 +200,6 @@ def _fold(scores: Array) -> Array:
         scores = jax.sharding.reshard(scores, jax.P(*dims, None))
     shape = (*scores.shape[:-1], rows, vocab // rows)
     return jnp.reshape(scores, shape, out_sharding=jax.P(*dims, split, None))
-
-
-def _row_ids(rows: int) -> Array:
-    """int32 [C], laid out like a folded vocabulary's rows."""
-    ids = jnp.arange(rows, dtype=jnp.int32)
-    return ids if rows % shards("vocab") else reshard(ids, "vocab")
 
 
 def _column(folded: Array, index: Array) -> Array:

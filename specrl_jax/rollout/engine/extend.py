@@ -199,8 +199,10 @@ def extend(
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
-    """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], slots of
-    the running batch, the free ones first."""
+    """Take the rows of block `number` of a chunk, `size` of each shard.
+
+    free: int32 [b], slots of the running batch, the free ones first.
+    """
 
     def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:
         start = first_row[0, chunk] + number * size
@@ -268,7 +270,8 @@ def _begin(
         accepted, residual, reused_tokens = _verify(
             spec, columns, rows, stored, draft_len, log_lenience, policy_after
         )
-    new = policy_after(accepted, 1).sample(residual and residual.weigh)
+    weigh = None if residual is None else residual.weigh
+    new = policy_after(accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     if spec.draft_head is not None:

@@ -1,4 +1,4 @@
-"""The running batch of one rollout: its cache and rows, the programs that change them, their cost.
+"""Running batch of one rollout: its cache and rows, the programs that change them, their cost.
 
 Rows that begin are written into free slots (`extend`), all rows decode together, and the batch
 shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
@@ -54,6 +54,7 @@ class Requests:
     begun_lens: np.ndarray  # int32 [B], tokens that rows hold
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
+    draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
     # When the rollout may end before all rows are done; 0: not at all.
     stop_after_groups: int = 0  # so many groups are done
@@ -161,8 +162,7 @@ class Runner:
 
     @functools.cached_property
     def texts(self) -> np.ndarray:
-        """int32 [B, P + R], on the host: each row's prompt, and after it its draft, or what it
-        holds."""
+        """int32 [B, P + R], each row's prompt, and after it its draft, or what it holds."""
         requests = self.requests
         prompts = requests.prompts
         group = requests.group_size
@@ -240,8 +240,7 @@ class Runner:
         return counts
 
     def _read(self, counts: Any, progress: Any) -> Any:
-        """Fetch the counts, once the model has run; note how many rows are left, and which
-        are done."""
+        """Fetch the counts once the model has run; note how many rows are left, which are done."""
         ends_early = self.requests.stop_after_groups or self.requests.allow_unfinished
         done = (self.rows.index, self.rows.done) if ends_early else None
         counts, progress, done = hosts.fetch((counts, progress, done))
@@ -252,9 +251,10 @@ class Runner:
         return counts
 
     def _synced_draft_state(self) -> Any:
-        """Return the draft source's state for all that rows hold. Steps that do not draft do not
-        write to it, nor is it made for them, so that they cost as little as without a draft
-        source."""
+        """Return the draft source's state for all that rows hold.
+
+        It is made for the first step that drafts. Plain steps do not write to it.
+        """
         source = self.spec.draft_source
         if source is None:
             return None

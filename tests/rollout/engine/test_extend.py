@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
+from acceptance_reference import block_by_hand, residual_by_hand
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
@@ -70,49 +71,10 @@ def test_prefixes_by_hand(small):
     nodes[0, 1, :4] = [0, 1, 2, 5]
     nodes[0, 2, :2] = nodes[1, 0, :2] = [0, 1]
     np.testing.assert_array_equal(got.nodes, nodes)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_row_is_found_in_its_chunk(small, seed):
-    """Rows of random lengths that share beginnings, on three shards, one of which has none."""
-    rng = np.random.default_rng(seed)
-    buckets = Buckets(ref.ONE_LAYER, 30, P, R, 1, multiple=3)
-    counts = [int(rng.integers(1, 11)), 0, int(rng.integers(1, 11))]
-    rows = [rng.permutation(20)[:count] for count in counts]
-    total = sum(counts)
-    tokens = rng.integers(0, 3, (total, P + R)).astype(np.int32)
-    lens = rng.integers(1, P + R + 1, total).astype(np.int32)
-    draft_ends = rng.integers(0, R + 1, total).astype(np.int32)
-    got = pack_prefixes(buckets, tokens, lens, rows, draft_ends)
     none = np.zeros((0, P + R), np.int32)
-    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 3, none[:, 0])
+    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
     assert [x.shape for x in got] == [x.shape for x in empty]  # whatever the rows
     assert empty.count == 0
-    assert got.first_row[:, -1].tolist() == counts
-    in_chunks = np.diff(got.first_row, axis=1)
-    assert not in_chunks[:, int(got.count) :].any()
-    assert in_chunks[:, : int(got.count)].any(axis=0).all()
-    np.testing.assert_array_equal(got.blocks, -(-in_chunks.max(axis=0) // buckets.block_rows))
-    start = 0
-    for shard, own in enumerate(rows):
-        order = []
-        for chunk in range(buckets.chunks):
-            here = range(got.first_row[shard, chunk], got.first_row[shard, chunk + 1])
-            ends = got.draft_ends[shard, list(here)]
-            assert (np.diff(ends) <= 0).all()  # rows of long drafts are decided together
-            for place in here:
-                row = start + own.tolist().index(got.rows[shard, place])
-                order.append(row)
-                nodes = got.nodes[shard, place]
-                assert (nodes[lens[row] :] == -1).all()
-                slots = nodes[: lens[row]]
-                np.testing.assert_array_equal(
-                    got.tokens[chunk, shard, slots], tokens[row, : lens[row]]
-                )
-                np.testing.assert_array_equal(got.depths[chunk, shard, slots], np.arange(lens[row]))
-                assert got.draft_ends[shard, place] == draft_ends[row]
-        assert sorted(order) == list(range(start, start + len(own)))
-        start += len(own)
 
 
 # The truth ----------------------------------------------------------------------------------------
@@ -250,49 +212,25 @@ def draw(case: Case, scores: np.ndarray) -> np.ndarray:
     return np.asarray(drawn[0])
 
 
-def accept_block(noise, tokens, old, top_ids, old_top, new) -> tuple[int, np.ndarray]:
-    """Accepted tokens of a draft, and the weights [V] of the token after them, as algorithm 2 has
-    it: the k likeliest tokens of π_old are outcomes, all others together are one.
+def verify_block(case: Case, row: int, noise, tokens, new, old, sampled) -> tuple:
+    """Accepted tokens of a draft, and log-weights [V] of the token after them; None: the policy.
 
-    new: probabilities under π, at the draft's positions and after it.
+    sampled: log-probs [n + 1, V] at the draft's positions and after it. Others: [n], of its tokens.
     """
-
-    def outcomes(i: int) -> tuple[np.ndarray, np.ndarray]:
-        now = new[i][top_ids[i]]
-        before = np.exp(old_top[i])
-        return np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())
-
-    def gain(i: int, p: float) -> np.ndarray:
-        now, before = outcomes(i)
-        return np.maximum(p * now - before, 0)
-
-    joint = [1.0]
-    listed = True
-    for i, token in enumerate(tokens):
-        listed = token in top_ids[i]
-        now, before = outcomes(i)
-        ratio = new[i][token] / np.exp(old[i]) if listed else now[-1] / before[-1]
-        joint.append(min(1.0, joint[-1] * ratio))
-        if not listed:
-            break
-    last = len(joint) - 1
-    accepted = 0
-    for i in range(1, last + 1):
-        chance = joint[i]
-        if i < last:
-            total = gain(i, joint[i]).sum()
-            chance = total / (total + 1 - joint[i])
-        if noise[i - 1] <= chance:
-            accepted = i
-    if accepted < last:
-        weights = new[accepted] * gain(accepted, joint[accepted])[-1]
-        weights = weights / outcomes(accepted)[0][-1]
-        weights[top_ids[accepted]] = gain(accepted, joint[accepted])[:-1]
-        return accepted, weights
-    weights = new[accepted - (not listed)].copy()
-    if not listed:
-        weights[top_ids[accepted - 1]] = 0
-    return accepted - (not listed), weights
+    held = case.rows.lens[row]
+    n = len(tokens)
+    ids = case.drafts.top_ids[row, held : held + n]
+    old_top = case.drafts.top_logprobs[row, held : held + n]
+    now_top = np.take_along_axis(sampled[:n], ids, axis=1)
+    listed = (tokens[:, None] == ids).any(axis=1)
+    kept, tail, scale, _ = block_by_hand(noise[:n], new[:n], old[:n], now_top, old_top, listed)
+    if np.isinf(scale) and not tail:
+        return kept, None
+    before = np.full(16, (1 - np.exp(old_top[kept]).sum()) / (16 - K))
+    before[ids[kept]] = np.exp(old_top[kept])
+    weights = residual_by_hand(np.exp(sampled[kept]), before, ids[kept], tail, scale)
+    with np.errstate(divide="ignore"):
+        return kept, np.log(weights)
 
 
 def expect(case: Case, params) -> tuple:
@@ -319,12 +257,11 @@ def expect(case: Case, params) -> tuple:
             right = np.log(noise[row, held:R]) <= LOG_LENIENCE + new - old
         accepted[row] = [*right[: len(tokens)], False].index(False)
         if rule.needs_distribution:
-            of_draft = (getattr(case.drafts, n)[row, held:] for n in ("top_ids", "top_logprobs"))
-            accepted[row], residual = accept_block(
-                noise[row, held:], tokens, old, *of_draft, np.exp(sampled[row, held:])
+            accepted[row], residual = verify_block(
+                case, row, noise[row, held:], tokens, new, old, sampled[row, held:]
             )
-            with np.errstate(divide="ignore"):
-                weights[row, held + accepted[row]] = np.log(residual)
+            if residual is not None:
+                weights[row, held + accepted[row]] = residual
     after = draw(case, weights)
     verified = 0
     reused = 0
@@ -461,27 +398,3 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
     trained = rows.index % (B // pieces) < B // pieces // 2
     unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
     np.testing.assert_array_equal(progress, unfinished.sum(axis=2).T)
-
-
-@pytest.mark.parametrize(
-    "accept",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x == "random")) for x in sorted(ACCEPTANCE_RULES)],
-)
-def test_no_chunks_blocks_and_shards_change_a_rollout(make_mesh, request, old_drafts, accept):
-    """Against a rollout of one chunk and one block. Rows wait for slots."""
-    drafts = drafts_for(accept, PLAIN, old_drafts)
-    stored = K if drafts.top_ids is not None else 0
-    options = {"accept": accept, "eos": EOS, "stored_logprobs": stored}
-    rollouts = []
-    for shape, slots in (((1, 1, 1), 0), ((2, 2, 2), 16)):
-        with jax.set_mesh(make_mesh(*shape)):
-            weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-            spec = ref.make_spec(ref.ONE_LAYER, max_rows=slots, **options)
-            rollout, stats = ref.run(
-                spec, weights, PROMPTS, STEP, drafts=ref.put_rows(drafts), log_lenience=LOG_LENIENCE
-            )
-            rollouts.append(ref.host(rollout))
-        assert stats.accepted_tokens == np.sum(rollouts[-1].prefix_lens) > 0
-        if not slots:
-            request.getfixturevalue("small")
-    ref.check_equal(*rollouts)

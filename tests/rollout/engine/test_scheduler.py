@@ -177,7 +177,7 @@ def test_who_waits_by_hand(make_mesh):
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, draft_ends=none
+            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, none, none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
