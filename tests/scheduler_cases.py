@@ -9,7 +9,6 @@ B, P, R = 32, 6, 8
 NEVER = (99,)  # an end of sequence outside the vocabulary: only max_lens end a response
 PROMPTS = ref.random_prompts()
 MAX_LENS = np.random.default_rng(1).integers(1, R + 1, B).astype(np.int32)
-DRAFT_FIELDS = ("prefix_lens", "sources")  # what drafts change under the match rule
 
 
 def spec_of(width=1, **kwargs):

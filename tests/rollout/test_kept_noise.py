@@ -170,6 +170,7 @@ WAYS = {
     "both": {"rollout.draft": "previous+tree"},
     "head": {"rollout.draft": "previous+tree+head", "rollout.head.vocab": 8},
     "run ahead": {"rollout.run_ahead": True},
+    "run ahead alone": {"rollout.draft": "none", "rollout.run_ahead": True},
     "mopps": {"curriculum.name": "mopps"},
     "speed": SPEED,
     "dapo": SPEED | {
@@ -212,6 +213,15 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
         loop.train(small_config(changes | fresh), tmp_path / "fresh")
         by_chance = sum(r["rollout/tokens_reused"] for r in records(tmp_path / "fresh")[1:])
         assert saved[0] > 1.3 * by_chance
+    if way == "run ahead alone":
+        # Every step begins the next one's responses; all but the first have some.
+        begun = [0, *(r["rollout/tokens_run_ahead"] for r in drafted)]
+        assert all(begun[1:])
+        accepted = [r.get("rollout/run_ahead_accepted", 0) for r in drafted]
+        assert accepted[0] == 0
+        assert all(0 < share < 1 for share in accepted[1:])
+        reused = [r["rollout/tokens_reused"] for r in drafted]
+        assert reused == pytest.approx(np.multiply(accepted, begun[:-1]))
     kept = [r["rollout/kept_noise"] for r in drafted]
     assert kept[0] == 0
     assert max(kept) > 0.2

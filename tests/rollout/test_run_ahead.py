@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import check_equal, host, make_spec, select
-from small_runs import records, small_config
 
-from specrl_jax import train as loop
 from specrl_jax.rollout.carry_over import RunAhead
 from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Source
 
 EVERY = ref.random_prompts(16)
@@ -127,40 +124,3 @@ def test_on_a_mesh(make_mesh):
         # Every shard had its share of the next step's groups, and begun some.
         assert np.asarray(drafts.lens).reshape(4, -1).any(axis=1).all()
         np.testing.assert_array_equal(after.rollout.prefix_lens, drafts.lens)
-
-
-# --- training -------------------------------------------------------------------------------------
-
-RUN = {
-    "rollout.draft": "none", "rollout.response_len": 16, "rollout.row_buckets": 3,
-    "rollout.adaptive": False, "updates.learning_rate": 0.005,
-    "log.rollouts": 1.0,
-}  # fmt: skip
-# Costs, or counts of drafts: everything else is of the responses and of the update.
-SAME = ("reward/", "policy/", "update/", "data/", "rollout/response_len_mean",
-        "rollout/truncated_fraction", "rollout/overlap_rouge1")  # fmt: skip
-
-
-def _responses(workdir, step: int) -> list[tuple]:
-    names = ("prompt_id", "sample", "token_ids", "origin_steps", "reward")
-    return [tuple(map(str, map(r.get, names))) for r in read_rollouts(workdir, step)]
-
-
-@pytest.mark.slow
-def test_training_is_the_same_with_and_without(tmp_path, mesh):
-    ahead, alone, before = tmp_path / "ahead", tmp_path / "alone", 0
-    loop.train(small_config(RUN | {"rollout.run_ahead": True}), ahead)
-    loop.train(small_config(RUN), alone)
-    for result, plain in zip(records(ahead)[1:], records(alone)[1:], strict=True):
-        step = result["step"]
-        assert _responses(ahead, step) == _responses(alone, step)
-        for name, value in plain.items():
-            if name.startswith(SAME):
-                np.testing.assert_allclose(result[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-        # Every step begins the next one's responses; all but the first have some.
-        assert result["rollout/tokens_run_ahead"] > 0
-        assert ("rollout/run_ahead_accepted" in result) == (step > 1)
-        assert 0 < result.get("rollout/run_ahead_accepted", 0.5) < 1
-        accepted = result.get("rollout/run_ahead_accepted", 0.0) * before
-        assert result["rollout/tokens_reused"] == pytest.approx(accepted)
-        before = result["rollout/tokens_run_ahead"]

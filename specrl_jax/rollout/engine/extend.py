@@ -340,18 +340,16 @@ def _verify(
         )
         return first + columns, jnp.where(goes_on(state), first + kept, accepted), seen
 
+    def widened(x: jax.ShapeDtypeStruct) -> Array:
+        shape = (x.shape[0], width, *x.shape[2:])
+        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
+
     _, *shapes = jax.eval_shape(look, jnp.int32(0))
-    seen = jax.tree.map(functools.partial(_widened, width), shapes)
+    seen = jax.tree.map(widened, shapes)
     state = (jnp.int32(0), jnp.zeros_like(draft_len), seen)
     _, kept, (now, seen) = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
     accepted, residual = spec.accept.decide(draft_at(0, width), kept, now, seen)
     return accepted, residual, now
-
-
-def _widened(width: int, x: jax.ShapeDtypeStruct) -> Array:
-    """Zeros [b, width, ...] for an array [b, t, ...]."""
-    shape = (x.shape[0], width, *x.shape[2:])
-    return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
 
 def _put_after(counts: Array, draft: Array, sampled: Array) -> Array:

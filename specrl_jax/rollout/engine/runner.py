@@ -10,6 +10,7 @@ to pack them.
 
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -98,18 +99,8 @@ class Stats:
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":
         """Add up several rollouts, one after another."""
-        total = cls()
-        for part in parts:
-            total.extend_seconds += part.extend_seconds
-            total.decode_seconds += part.decode_seconds
-            total.decode_steps += part.decode_steps
-            total.row_steps += part.row_steps
-            total.extended_tokens += part.extended_tokens
-            total.verified_tokens += part.verified_tokens
-            total.accepted_tokens += part.accepted_tokens
-            total.drafted_tokens += part.drafted_tokens
-            total.decode_runs += part.decode_runs
-        return total
+        columns = zip(*(dataclasses.astuple(part) for part in parts))
+        return cls(*(functools.reduce(operator.add, column) for column in columns))
 
     def metrics(self) -> dict[str, float]:
         """Return the cost under the names of `metrics.METRICS`."""
@@ -145,11 +136,9 @@ class Runner:
 
     def __post_init__(self):
         self.size = self.buckets.rows[0]  # slots of the batch
-        self.cache: KVCache
-        self.rows: Rows
-        self.cache, self.rows = empty_batch(
-            self.spec, self.all_rows, size=self.size, slots=self.buckets.slots
-        )
+        batch = empty_batch(self.spec, self.all_rows, size=self.size, slots=self.buckets.slots)
+        self.cache: KVCache = batch[0]
+        self.rows: Rows = batch[1]
         self.train = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows to train on
         self.unfinished = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows
         self.written_back = 0  # rows that began or were unfinished at the last write-back

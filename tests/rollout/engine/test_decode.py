@@ -138,32 +138,6 @@ def check_rows(rows, other, which=slice(None)):
         np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("plain", [0, 1, R - 4, R - 2])
-def test_wide_steps_draw_what_plain_steps_draw(start, plain):
-    """Up to the cache's last slots; rows of all prompt lengths, `plain` steps before."""
-    params, weights, prompts = start
-    spec = make_spec(eos=(16,))
-    assert len(set(prompts.lens.tolist())) > 1
-    _, expected, counts, _ = steps(spec, weights, *begin(spec, weights, prompts), 1)
-    assert counts.steps == R - 1
-    truth = ref.host(expected)
-    stored = truth.tokens[:, :R].copy()
-    stored[np.arange(0, B, 2), R - 2] ^= 1
-    cache, rows = begin(spec, weights, prompts)
-    if plain:
-        cache, rows, *_ = steps(spec, weights, cache, rows, 1, max_steps=plain)
-    _, rows, counts, numbers = steps(spec, weights, cache, rows, 4, stored=(stored, truth.lens))
-    check_rows(rows, expected)
-    assert numbers == [[0, 0]]
-    got = ref.host(rows)
-    assert counts.drafted == np.sum(got.sources == D) > 0
-    assert counts.steps < R - 1 - plain or plain == R - 2
-    logprobs = ref.teacher_forced(ref.ONE_LAYER, params, prompts, got.tokens[:, :R])
-    inside = np.arange(R)[None, :] < got.lens[:, None]
-    np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], logprobs[inside], atol=1e-5)
-    np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
-
-
 def test_steps_stop_at_their_condition_and_go_on_from_there(start):
     _, weights, prompts = start
     spec = make_spec()
