@@ -224,12 +224,12 @@ def teacher_forced(model, params, prompts, tokens_BR) -> np.ndarray:
     they are anything."""
     rows, slots = tokens_BR.shape
     group = rows // len(prompts.lens)
-    places = np.repeat(prompts.lens, group)[:, None] + np.arange(slots)
+    columns = np.repeat(prompts.lens, group)[:, None] + np.arange(slots)
     sequences = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
     sequences[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
-    np.put_along_axis(sequences, places, tokens_BR, axis=1)
+    np.put_along_axis(sequences, columns, tokens_BR, axis=1)
     logprobs = log_softmax(full_logits(model, params, sequences))
-    return logprobs[np.arange(rows)[:, None], places - 1, tokens_BR]
+    return logprobs[np.arange(rows)[:, None], columns - 1, tokens_BR]
 
 
 truncate = jax.jit(sampling.truncate, static_argnums=1)

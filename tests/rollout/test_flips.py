@@ -63,7 +63,7 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     wide = spec(tree=ref.TREE, max_width=width)
     close = {"history": history_of(wide, near.tokens, near.lens)}
     far = {"history": history_of(wide, old.tokens, old.lens)}
-    # At the step before, under the older policy, in places that its own rows left early.
+    # At the step before, under the older policy, in slots that its own rows left early.
     begun = ref.rollout(spec(row_buckets=2), older, prompts, step=1, next_prompts=prompts).run_ahead
     cases = {
         "previous": (spec(), {"drafts": as_drafts(near)}),

@@ -1,4 +1,4 @@
-"""Run-ahead: idle places begin the next step's responses, and nothing else changes."""
+"""Run-ahead: idle slots begin the next step's responses, and nothing else changes."""
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes
 
 
 def test_rows_of_the_next_step_begin_in_order_in_free_slots(mesh):
-    """A batch of 24 places; it does not shrink as long as others wait for one."""
+    """A batch of 24 slots; it does not shrink as long as others wait for one."""
     spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
     prompts = select(NOW, range(6))
     result = begin_ahead(spec, weights, prompts=prompts)

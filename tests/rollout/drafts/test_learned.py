@@ -96,11 +96,11 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         tokens = put(texts, "batch", None)
         states, _ = model(tokens)
         before = jnp.concatenate([states[:, :1], states[:, :-1]], axis=1)
-        places = jnp.broadcast_to(
+        slots = jnp.broadcast_to(
             jnp.arange(texts.shape[1]), texts.shape, out_sharding=axes("batch", None)
         )
         guessing, _ = DraftHead(MODEL, weights["draft_head"])(
-            before, model.lookup(tokens), positions_BT=places
+            before, model.lookup(tokens), positions_BT=slots
         )
         # The guess at a slot is for the token of the next one.
         steps = np.ones((len(prompts.lens), group), int)

@@ -50,8 +50,8 @@ def write(index, prompts, sources, starts, texts, counts=None):
     for row, text in zip(tokens, texts):
         row[: len(text)] = text
     counts = [len(text) for text in texts] if counts is None else counts
-    places = rows_of(prompts, sources, starts)
-    return _append(index, *places, put(tokens, "batch", None), *rows_of(counts))
+    tokens = put(tokens, "batch", None)
+    return _append(index, *rows_of(prompts, sources, starts), tokens, *rows_of(counts))
 
 
 def drafts(index, prompts, sources, lens, width=4, config=OPEN) -> list[list[int]]:
@@ -147,7 +147,7 @@ def test_sync_replaces_what_live_sources_hold(mesh):
     np.testing.assert_array_equal(np.asarray(got.weights), np.asarray(expected.weights))
 
 
-def test_rows_without_a_place_are_never_read(mesh):
+def test_rows_without_tokens_are_never_read(mesh):
     stored = [[1, 2, 3, 4]]  # as long as there are slots
     index = make_index([stored], 4)
     index = write(index, [0] * 2, [0, 1], [4, 0], [[5], [9, 9, 9, 3]], counts=[0, 0])
@@ -167,19 +167,19 @@ def brute_votes(texts, weights, source, width, config):
     first, second = [], []
     for n, text in enumerate(texts):
         candidates = []
-        for place in range(len(text)):
-            before = ([suffix_match.BEGIN] * config.depth + text[:place])[-config.depth :][::-1]
+        for position in range(len(text)):
+            before = ([suffix_match.BEGIN] * config.depth + text[:position])[-config.depth :][::-1]
             same = [a == b for a, b in zip(before, history)]
             matched = [*same, False].index(False)
-            away = place - len(tokens)
-            candidates.append(((matched, sum(same), -abs(away), away > 0), place))
+            away = position - len(tokens)
+            candidates.append(((matched, sum(same), -abs(away), away > 0), position))
         candidates = sorted((f for f in candidates if f[0][0] > 0), reverse=True)[:2]
         for rank, votes in enumerate((first, second)):
             if rank >= len(candidates):
                 votes.append(([], 0, 0.0))
                 continue
-            (matched, aligned, *_), place = candidates[rank]
-            rest = text[place:]
+            (matched, aligned, *_), position = candidates[rank]
+            rest = text[position:]
             if n == source:
                 rest = rest * width
             votes.append((rest[:width], matched, weights[n] * suffix_match.ALIGNED**aligned))
@@ -241,11 +241,11 @@ def test_the_longest_match_is_found_in_long_responses(mesh):
     rng = np.random.default_rng(0)
     stored = rng.permutation(2000)[:300].tolist()
     index = make_index([[stored]], 300, live=8)
-    places = rng.integers(4, 290, 8)
-    lives = [[*rng.integers(2000, 3000, 50), *stored[p - 3 : p]] for p in places]
+    positions = rng.integers(4, 290, 8)
+    lives = [[*rng.integers(2000, 3000, 50), *stored[p - 3 : p]] for p in positions]
     index = write(index, [0] * 8, range(1, 9), [0] * 8, lives)
     proposed = drafts(index, [0] * 8, range(1, 9), [53] * 8)
-    assert proposed == [stored[p : p + 4] for p in places]
+    assert proposed == [stored[p : p + 4] for p in positions]
 
 
 # --- meshes ---------------------------------------------------------------------------------------
@@ -277,19 +277,19 @@ SRT = SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
 @functools.partial(jax.jit, static_argnames=("config", "group"))
 def _replay(index, truth_BR, lens_B, *, config: SuffixDraftConfig, group: int):
     rows = jax.sharding.reshard(jnp.arange(len(lens_B), dtype=jnp.int32), axes("batch"))
-    places = rows // group, index.tokens.shape[1] - group + rows % group
+    own = rows // group, index.tokens.shape[1] - group + rows % group
     truth = jnp.pad(truth_BR, ((0, 0), (0, WIDTH + 1)), constant_values=-9)
 
     def step(state):
         index, row_lens, steps = state
-        tokens, counts = propose(index, *places, row_lens, WIDTH, config)
+        tokens, counts = propose(index, *own, row_lens, WIDTH, config)
         following = jax.vmap(lambda text, at: jax.lax.dynamic_slice(text, (at,), (WIDTH + 1,)))(
             truth, row_lens
         )
         same = (tokens == following[:, :WIDTH]) & (jnp.arange(WIDTH)[None, :] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
         emitted = jnp.minimum(accepted + 1, lens_B - row_lens)
-        index = append(index, *places, row_lens, following, emitted)
+        index = append(index, *own, row_lens, following, emitted)
         return index, row_lens + emitted, steps + jnp.sum(row_lens < lens_B)
 
     state = index, jnp.zeros_like(lens_B), jnp.int32(0)

@@ -90,7 +90,7 @@ class Case:
     drafts: Drafts  # [B]
     draft_ends: np.ndarray  # [B]
     begins: list[np.ndarray]  # of each shard, rows that begin, as indices among all rows
-    running: np.ndarray  # [BATCH_SLOTS], row that decodes in each place, -1: it is free
+    running: np.ndarray  # [BATCH_SLOTS], row that decodes in each slot, -1: it is free
 
     @property
     def texts(self) -> np.ndarray:
@@ -138,11 +138,11 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=BATCH_SLOTS, **options)
     rng = np.random.default_rng(4)
     every = np.arange(B)
-    held = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
-    held = held.astype(np.int32)
-    wrong = np.where(every % 10 == 0, held, R)
+    begun = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
+    begun = begun.astype(np.int32)
+    wrong = np.where(every % 10 == 0, begun, R)
     if accept == "match":  # else all others would be right
-        wrong = np.minimum(wrong, rng.integers(held, R + 4))
+        wrong = np.minimum(wrong, rng.integers(begun, R + 4))
     tokens = drafts.tokens.copy()
     logprobs = drafts.sampling_logprobs.copy()
     for row in np.flatnonzero(wrong < R):
@@ -151,16 +151,16 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     drafts = dataclasses.replace(drafts, tokens=tokens, sampling_logprobs=logprobs)
     ends = np.where(every % 6 == 4, 0, drafts.lens)
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
-    max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
+    max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
     rows = ref.host(start_all_rows(spec, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
-    inside = np.arange(rows.tokens.shape[1]) < held[:, None]
+    inside = np.arange(rows.tokens.shape[1]) < begun[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(
         rows,
-        lens=held,
-        prefix_lens=held // 2,
-        last=np.where(held > 0, drafts.tokens[every, held - 1], rows.last),
+        lens=begun,
+        prefix_lens=begun // 2,
+        last=np.where(begun > 0, drafts.tokens[every, begun - 1], rows.last),
         tokens=np.where(inside, np.pad(drafts.tokens, margin), rows.tokens),
         policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
         sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
@@ -217,10 +217,10 @@ def verify_block(case: Case, row: int, noise, tokens, new, old, sampled) -> tupl
 
     sampled: log-probs [n + 1, V] at the draft's positions and after it. Others: [n], of its tokens.
     """
-    held = case.rows.lens[row]
+    begun = case.rows.lens[row]
     n = len(tokens)
-    ids = case.drafts.top_ids[row, held : held + n]
-    old_top = case.drafts.top_logprobs[row, held : held + n]
+    ids = case.drafts.top_ids[row, begun : begun + n]
+    old_top = case.drafts.top_logprobs[row, begun : begun + n]
     now_top = np.take_along_axis(sampled[:n], ids, axis=1)
     listed = (tokens[:, None] == ids).any(axis=1)
     kept, tail, scale, _ = block_by_hand(noise[:n], new[:n], old[:n], now_top, old_top, listed)
@@ -244,36 +244,36 @@ def expect(case: Case, params) -> tuple:
     weights = np.array(cut)
     accepted = np.zeros(B, int)
     for row in np.concatenate(case.begins):
-        held = rows.lens[row]
-        draft = slice(held, max(case.draft_ends[row], held))
+        begun = rows.lens[row]
+        draft = slice(begun, max(case.draft_ends[row], begun))
         tokens = case.drafts.tokens[row, draft]
-        new = sampled[row, held:R][np.arange(R - held), case.drafts.tokens[row, held:]]
-        old = case.drafts.sampling_logprobs[row, held:]
+        new = sampled[row, begun:R][np.arange(R - begun), case.drafts.tokens[row, begun:]]
+        old = case.drafts.sampling_logprobs[row, begun:]
         if rule.samples_anew:
             right = tokens == anew[row, draft]
         elif rule.cuts_draft:
             right = np.ones(len(tokens), bool)
         else:
-            right = np.log(noise[row, held:R]) <= LOG_LENIENCE + new - old
+            right = np.log(noise[row, begun:R]) <= LOG_LENIENCE + new - old
         accepted[row] = [*right[: len(tokens)], False].index(False)
         if rule.needs_distribution:
             accepted[row], residual = verify_block(
-                case, row, noise[row, held:], tokens, new, old, sampled[row, held:]
+                case, row, noise[row, begun:], tokens, new, old, sampled[row, begun:]
             )
             if residual is not None:
-                weights[row, held + accepted[row]] = residual
+                weights[row, begun + accepted[row]] = residual
     after = draw(case, weights)
     verified = 0
     reused = 0
     for row in np.concatenate(case.begins):
-        held = rows.lens[row]
+        begun = rows.lens[row]
         kept = accepted[row]
-        new = [*case.drafts.tokens[row, held : held + kept], after[row, held + kept]]
-        new = new[: rows.max_lens[row] - held]
+        new = [*case.drafts.tokens[row, begun : begun + kept], after[row, begun + kept]]
+        new = new[: rows.max_lens[row] - begun]
         ends = [token in case.spec.eos_ids for token in new]
         new = new[: [*ends, True].index(True) + 1]
         for offset, token in enumerate(new):
-            at = row, held + offset
+            at = row, begun + offset
             rows.tokens[at] = rows.last[row] = token
             rows.policy_logprobs[at] = policy[*at, token]
             rows.sampling_logprobs[at] = sampled[*at, token]
@@ -286,12 +286,12 @@ def expect(case: Case, params) -> tuple:
         rows.done[row] = any(ends[: len(new)]) or rows.lens[row] == rows.max_lens[row]
         reused += min(kept, len(new))
         verified += min(kept, len(new))
-        verified += kept < case.draft_ends[row] - held and len(new) > kept
+        verified += kept < case.draft_ends[row] - begun and len(new) > kept
     return rows, [verified, reused]
 
 
 def slots_of(case: Case, prefixes) -> np.ndarray:
-    """int [BATCH_SLOTS]: the row that begins in each place, -1: none. A shard's rows take its free
+    """int [BATCH_SLOTS]: the row that begins in each slot, -1: none. A shard's rows take its free
     slots in order."""
     order = np.full(BATCH_SLOTS, -1)
     pieces = len(case.begins)
@@ -320,17 +320,17 @@ def check_rows(rows, expected) -> None:
 
 
 def check_case(case: Case, expected) -> None:
-    """Check that all happens: held tokens, rejected and accepted drafts, ends of all kinds."""
+    """Check that all happens: rows that hold tokens, drafts of all fates, ends of all kinds."""
     every = np.concatenate(case.begins)
-    held = case.rows.lens[every]
-    left = np.maximum(case.draft_ends[every] - held, 0)
+    begun = case.rows.lens[every]
+    left = np.maximum(case.draft_ends[every] - begun, 0)
     kept = (expected.prefix_lens - case.rows.prefix_lens)[every]
     assert {0, R} <= set(left)
     assert case.spec.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
     assert ((kept == left) & (left > 0)).any()
-    assert (held > 0).sum() > 3
-    assert (left[held > 0] > 0).any()
-    assert (left[held > 0] == 0).any()
+    assert (begun > 0).sum() > 3
+    assert (left[begun > 0] > 0).any()
+    assert (left[begun > 0] == 0).any()
     done = expected.done[every]
     full = (expected.lens == case.rows.max_lens)[every]
     assert (done & ~full).any()

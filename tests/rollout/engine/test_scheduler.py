@@ -170,13 +170,13 @@ def test_who_waits_by_hand(make_mesh):
     """4 groups of 2 rows on 2 shards; the last group of each is of the next step. Rows that hold
     tokens come first, those that are done do not wait."""
     none = np.zeros(8, np.int32)
-    held = none.copy()
-    held[[1, 5]] = 3
+    begun = none.copy()
+    begun[[1, 5]] = 3
     done = none > 0
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, none, none
+            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
