@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
+from specrl_jax.data.prompts import select  # noqa: F401  (for the tests)
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
@@ -114,11 +115,6 @@ def random_prompts(count: int = 8, slots: int = 6) -> Prompts:
     return make_prompts([rng.integers(5, MODEL.vocab_size, n) for n in lens], slots)
 
 
-def select(prompts: Prompts, order) -> Prompts:
-    examples = tuple(prompts.examples[i] for i in order)
-    return Prompts(prompts.tokens[order], prompts.lens[order], prompts.ids[order], examples)
-
-
 _PLAIN = SamplingConfig()
 
 
@@ -187,11 +183,10 @@ def host(tree):
 
 def as_drafts(rollout, lens=None) -> Drafts:
     """Drafts that a store would offer after this rollout; `lens` [B] cuts it."""
-    values = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(Drafts)}
-    values = {name: None if x is None else np.asarray(x) for name, x in values.items()}
+    drafts = host(Drafts.of(rollout))
     if lens is not None:
-        values["lens"] = np.asarray(lens, np.int32)
-    return put_rows(Drafts(**values))
+        drafts = dataclasses.replace(drafts, lens=np.asarray(lens, np.int32))
+    return put_rows(drafts)
 
 
 def plain_drafts(tokens_BR, lens_B) -> Drafts:
@@ -229,12 +224,12 @@ def teacher_forced(model, params, prompts, tokens_BR) -> np.ndarray:
     they are anything."""
     rows, slots = tokens_BR.shape
     group = rows // len(prompts.lens)
-    places = np.repeat(prompts.lens, group)[:, None] + np.arange(slots)
+    columns = np.repeat(prompts.lens, group)[:, None] + np.arange(slots)
     sequences = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
     sequences[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
-    np.put_along_axis(sequences, places, tokens_BR, axis=1)
+    np.put_along_axis(sequences, columns, tokens_BR, axis=1)
     logprobs = log_softmax(full_logits(model, params, sequences))
-    return logprobs[np.arange(rows)[:, None], places - 1, tokens_BR]
+    return logprobs[np.arange(rows)[:, None], columns - 1, tokens_BR]
 
 
 truncate = jax.jit(sampling.truncate, static_argnums=1)

@@ -3,9 +3,8 @@
 An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
 *verified prefix*; the token after it is sampled from the policy π, or from a *residual* of it.
 
-A rule that emits exactly π, if the draft was sampled from π_old, needs more of π_old than the
-draft's own probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one
-outcome z.
+A rule that emits exactly π needs more of π_old, which sampled the draft, than the draft's own
+probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one outcome z.
 
     stored at one position, k = 2    7: 0.5   3: 0.3   other tokens: 0.2
     draft token 3                    π(z) / π_old(z) = π(3) / 0.3
@@ -70,10 +69,10 @@ class Residual:
 class AcceptanceRule:
     """Rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
 
-    The engine lets a rule `look` at a draft, some tokens at a time, for as long as all of them are
-    kept, and then `decide`. A rule that compares each draft token's log-prob with a number known
-    beforehand overrides `accept_threshold` alone. A rule that is not exact brings its
-    `importance_weight`, or cannot be used with `algorithm.importance_cap`.
+    A rule `look`s at a draft, some tokens at a time, while all of them are kept. Then it `decide`s.
+    A rule that compares each draft token's log-prob with a known number overrides
+    `accept_threshold` alone. `algorithm.importance_cap` takes rules that are exact or bring their
+    `importance_weight`.
     """
 
     exact = False  # responses are distributed as π, whatever the draft
@@ -284,11 +283,8 @@ def _with_others(top_logprobs: Array) -> Array:
 
 
 def _joint_log_ratio(now: Array, old: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)) over [b, T], from log P_0 = 0.
-
-    Token by token: cheap beside the model, and a difference of cumulative sums loses digits on
-    long drafts.
-    """
+    """log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)) over [b, T], from log P_0 = 0."""
+    # Token by token: a difference of cumulative sums loses digits on long drafts.
     log_ratio = jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
     def step(log_p: Array, change: Array) -> tuple[Array, Array]:

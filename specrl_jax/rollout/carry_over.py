@@ -47,18 +47,22 @@ class RunAhead(StatePart):
         return RunAhead(arrays, tuple(host))
 
     def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts:
-        """Drafts for `prompts`: these where they are of them, else `previous`, or of length 0."""
-        own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
-        return _over(self.drafts, previous, np.bool_(own))
+        """Return what was begun for `prompts`; `previous`, or length 0, where nothing was."""
+        return _over(self.drafts, previous, np.bool_(self._is_of(prompts)))
 
     def sources(self, prompts: Prompts) -> tuple[Array, Array]:
-        """Return what was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G],
-        whole on every device. Lengths are 0 where it was begun for others."""
-        own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
-        tokens, lens = reshard(self.drafts.tokens, None, None), reshard(self.drafts.lens, None)
-        lens = lens if own else jnp.zeros_like(lens)
-        groups = len(prompts.examples), -1
-        return tokens.reshape(*groups, tokens.shape[1]), lens.reshape(groups)
+        """Return what was begun for `prompts`, for tree drafts, whole on every device.
+
+        tokens [Q, G, R], lens [Q, G]: 0 where it was begun for others.
+        """
+        groups = (len(prompts.examples), -1)
+        tokens = reshard(self.drafts.tokens, None, None)
+        lens = reshard(self.drafts.lens, None).reshape(groups)
+        tokens = tokens.reshape(*groups, tokens.shape[1])
+        return tokens, lens if self._is_of(prompts) else jnp.zeros_like(lens)
+
+    def _is_of(self, prompts: Prompts) -> bool:
+        return self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
 
 
 def as_drafts(responses: Rollout | Drafts) -> Drafts:
@@ -173,12 +177,11 @@ def append_forced(begun: PartialRows, tokens: Array, lens: Array) -> PartialRows
 def turn_drafts(
     drafts: Drafts, begun: PartialRows | None, eos_ids: tuple[int, ...], begins: Array | None = None
 ) -> Drafts:
-    """Drafts [B] up to the end of the turn; none where what a row holds is not theirs.
+    """Drafts [B] up to the end of the turn; none where they do not begin with what a row holds.
 
-    Like the rows they begin with what is begun: a draft of n tokens for a row that holds m < n is
-    one for n - m tokens. begins: int32 [B], where the rows' turns began, if not after what they
-    hold. A row that has rejected a token since has no draft until its turn ends, also where what it
-    drew instead is what the draft said.
+    A draft of n tokens for a row that holds m < n is one for n - m tokens. begins: int32 [B], where
+    the rows' turns began; None: after what they hold. A row that has rejected a token since has no
+    draft until its turn ends.
     """
     positions = jnp.arange(drafts.tokens.shape[1])[None, :]
     begin = jnp.zeros_like(drafts.lens) if begun is None else begun.rollout.lens

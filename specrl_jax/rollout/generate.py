@@ -85,9 +85,8 @@ def generate(
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
     next step. speculation: chooses widths; without it the widest are used.
     """
-    runner, begun, order, draft_lens = _runner(
-        spec, weights, prompts, noise, drafts, carry_over, max_lens
-    )
+    begun = _begun(spec, prompts, carry_over)
+    runner = _runner(spec, weights, prompts, noise, drafts, carry_over, begun, max_lens)
     requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
     previous = runner.drafts.previous
@@ -96,13 +95,13 @@ def generate(
         runner.stats,
         groups=np.arange(len(prompts.lens)),
         noise_steps=requests.noise_steps,
-        draft_lens=draft_lens,
+        draft_lens=requests.draft_lens,
         resumed_lens=requests.begun_lens,
         resumed_tokens=int(requests.begun_lens.sum()),
         finished=runner.finished if carry_over.allow_unfinished else None,
     )
     if carry_over.next_prompts is not None:
-        return _without_next_step(result, prompts, carry_over.next_prompts, order)
+        return _without_next_step(result, prompts, carry_over.next_prompts)
     if carry_over.resumed is not None:
         return _without_unfinished(result, prompts, carry_over, runner.finished)
     return result
@@ -117,11 +116,19 @@ def time_decoding(
     carry_over: CarryOver,
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout, in seconds by rows and width."""
-    runner, *_ = _runner(spec, weights, prompts, noise, drafts, carry_over)
-    return time_steps(runner)
+    begun = _begun(spec, prompts, carry_over)
+    return time_steps(_runner(spec, weights, prompts, noise, drafts, carry_over, begun))
 
 
 # --- in -------------------------------------------------------------------------------------------
+
+
+def _begun(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
+    """Return what the rows hold already, [Q * G]."""
+    if carry_over.resumed is None:
+        return carry_over.partial_rows
+    row_ids = np.arange(len(carry_over.resumed.prompt_ids) * spec.group_size)
+    return take(carry_over.resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
 
 
 def _runner(
@@ -131,34 +138,28 @@ def _runner(
     noise: NoiseKey,
     drafts: DraftInputs,
     carry_over: CarryOver,
+    begun: PartialRows | None,
     max_lens: np.ndarray | None = None,
-) -> tuple[Runner, PartialRows | None, np.ndarray, np.ndarray]:
-    """Return the rows as they begin, what they hold, their `_order`, and int32 [B], draft
-    tokens that they have."""
-    begun = carry_over.partial_rows
-    if carry_over.resumed is not None:
-        row_ids = np.arange(len(carry_over.resumed.prompt_ids) * spec.group_size)
-        begun = take(carry_over.resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
+) -> Runner:
+    """Return the rows as they begin."""
     order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise, carry_over, begun, order)
-    buckets = spec.buckets(requests.num_train_rows)
     drafts = _drafts_for(requests, drafts, carry_over, order)
     all_rows = start_all_rows(spec, requests.prompts, noise, requests.noise_steps, max_lens)
-    draft_lens = np.zeros_like(requests.draft_ends)
     if begun is not None:
         all_rows = restore(all_rows, begun)
-        draft_lens = hosts.fetch(begun.draft_lens)
     if drafts.previous is not None:
         ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, drafts.previous.lens))
-        draft_lens = draft_lens + np.maximum(ends - requests.begun_lens, 0)
-        requests = dataclasses.replace(requests, draft_ends=cut_ends)
-    runner = Runner(spec, buckets, weights, all_rows, requests, drafts)
-    return runner, begun, order, draft_lens
+        new = np.maximum(ends - requests.begun_lens, 0)
+        requests = dataclasses.replace(
+            requests, draft_ends=cut_ends, draft_lens=requests.draft_lens + new
+        )
+    buckets = spec.buckets(requests.num_train_rows)
+    return Runner(spec, buckets, weights, all_rows, requests, drafts)
 
 
 def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
-    """int [Q], the order of the groups. On each shard of the batch there are first those to
-    train on, then those of the next step.
+    """Order the groups, int [Q]: on each shard those to train on, then those of the next step.
 
     Raises ValueError where the shards would not have as many groups each.
     """
@@ -191,9 +192,11 @@ def _requests(
         prompts = select(concatenate(prompts, carry_over.next_prompts), order)
     nothing = np.zeros(len(prompts.lens) * group, np.int32)
     begun_lens = nothing
+    draft_lens = nothing
     done = nothing > 0
     if begun is not None:
-        begun_lens, done = hosts.fetch((begun.rollout.lens, begun.done))
+        fetched = hosts.fetch((begun.rollout.lens, begun.draft_lens, begun.done))
+        begun_lens, draft_lens, done = fetched
     fills = np.arange(len(prompts.lens)) >= len(prompts.lens) - carry_over.fillers
     num_resumed = len(carry_over.resumed.prompt_ids) if carry_over.resumed else 0
     return Requests(
@@ -203,6 +206,7 @@ def _requests(
         begun_lens=begun_lens,
         done=done | np.repeat(fills, group),
         draft_ends=nothing,
+        draft_lens=draft_lens,
         begin_first=np.arange(len(noise_steps)) < num_resumed,
         stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
         allow_unfinished=carry_over.allow_unfinished,
@@ -229,8 +233,7 @@ def _noise_steps(
 def _drafts_for(
     requests: Requests, drafts: DraftInputs, carry_over: CarryOver, order: np.ndarray
 ) -> DraftInputs:
-    """Return drafts of all rows, in their order. Those of `partial_rows` begin with what rows hold;
-    others are left out where a group holds tokens."""
+    """Return drafts of all rows, in their order; resumed groups that hold tokens have none."""
     previous = drafts.previous
     history = drafts.history
     group = requests.group_size
@@ -251,12 +254,12 @@ def _drafts_for(
 
 
 def _without_next_step(
-    result: RolloutResult, prompts: Prompts, next_prompts: Prompts, order: np.ndarray
+    result: RolloutResult, prompts: Prompts, next_prompts: Prompts
 ) -> RolloutResult:
     """Return the train rows; those of the next step's prompts as drafts."""
     num_train = len(prompts.lens)
     group = result.group_size
-    positions = np.argsort(order)
+    positions = np.argsort(_order(prompts, next_prompts))
     trained = positions[:num_train]
     train = _rows_of(trained, group)
     next_step = _rows_of(positions[num_train:], group)

@@ -47,15 +47,13 @@ class KeptNoise(StatePart):
 
     def steps(self, prompts: Prompts, step: int) -> np.ndarray:
         """int [Q, G]: the step whose noise each sample uses in a rollout of step `step`."""
-        return np.stack([self._steps(example.prompt_id, step) for example in prompts.examples])
-
-    def _steps(self, prompt_id: str, step: int) -> np.ndarray:
-        if prompt_id not in self._used:
-            return np.full(self._group_size, step)
-        steps, visits = map(np.array, self._used[prompt_id])
-        oldest = np.argsort(steps, kind="stable")[: self._num_fresh]
-        steps[visits >= self._max_visits] = step
-        steps[oldest] = step
+        steps = np.full((len(prompts.examples), self._group_size), step)
+        for row, example in zip(steps, prompts.examples):
+            if example.prompt_id in self._used:
+                before, visits = map(np.array, self._used[example.prompt_id])
+                oldest = np.argsort(before, kind="stable")[: self._num_fresh]
+                row[:] = np.where(visits < self._max_visits, before, step)
+                row[oldest] = step
         return steps
 
     def observe(self, prompts: Prompts, steps: np.ndarray, rewards: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The rows of a rollout: what is known of each, and how they move.
+"""Rows of a rollout: what is known of each, and how they move.
 
 `all_rows` holds every row of the rollout in order. The running batch holds those that are being
 computed, in any order; `index` is each row's index among all rows. Rows that begin are written into
@@ -58,8 +58,7 @@ def gather(all_rows: Rows, row_ids: Array) -> Rows:
 
 
 def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
-    """Put `new` [b] into slots int32 [b] of the batch, each of its shard; those outside are left
-    out."""
+    """Put `new` [b] into slots int32 [b] of the batch, each of its shard; others are left out."""
 
     def local(rows: Rows, new: Rows, slots: Array) -> Rows:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), rows, new)
@@ -69,28 +68,25 @@ def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
 def scatter(rows: Rows, all_rows: Rows) -> Rows:
-    """Write the running batch's rows over those of all rows, on the same shard; padding is left
-    out."""
-    return on_shards(_scatter_own, rows, all_rows, like=all_rows)
+    """Write the running batch's rows over those of all rows, each on its shard."""
 
+    def local(rows: Rows, all_rows: Rows) -> Rows:
+        total = all_rows.lens.shape[0]
+        index = rows.index - shard_number() * total
+        slot = jnp.full(total, -1).at[index].set(jnp.arange(rows.lens.shape[0]), mode="drop")
+        own = take_own_rows(rows, jnp.maximum(slot, 0))
+        written = jax.tree.map(functools.partial(where_rows, slot >= 0), own, all_rows)
+        return dataclasses.replace(written, index=all_rows.index)
 
-def _scatter_own(rows: Rows, all_rows: Rows) -> Rows:
-    total = all_rows.lens.shape[0]
-    size = rows.lens.shape[0]
-    index = rows.index - shard_number() * total
-    slot = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
-    here = slot >= 0
-
-    def write(old: Array, new: Array) -> Array:
-        return where_rows(here, take_own_rows(new, jnp.maximum(slot, 0)), old)
-
-    return dataclasses.replace(jax.tree.map(write, all_rows, rows), index=all_rows.index)
+    return on_shards(local, rows, all_rows, like=all_rows)
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def compact(cache: KVCache, rows: Rows, *, size: int) -> tuple[KVCache, Rows]:
-    """Move the unfinished rows, in order, to a batch of `size` rows, each on its shard, which must
-    have room for those of its own. Scatter the rows first: those that are done are gone."""
+    """Move the unfinished rows, in order, to a batch of `size` rows, each on its shard.
+
+    Every shard must have room for its own. Rows that are done are gone: scatter them first.
+    """
     count = size // shards("batch")
 
     def local(cache: KVCache, rows: Rows) -> tuple[KVCache, Rows]:
@@ -102,10 +98,9 @@ def compact(cache: KVCache, rows: Rows, *, size: int) -> tuple[KVCache, Rows]:
 
 
 def _pad(rows: Rows, real: Array) -> Rows:
-    """Rows that are not real become padding."""
-    return dataclasses.replace(
-        rows, index=jnp.where(real, rows.index, PADDING), done=rows.done | ~real
-    )
+    """Turn rows that are not real into padding."""
+    index = jnp.where(real, rows.index, PADDING)
+    return dataclasses.replace(rows, index=index, done=rows.done | ~real)
 
 
 def where_rows(rows: Array, new: Array, old: Array) -> Array:

@@ -126,15 +126,10 @@ def truncate(logits: Array, config: SamplingConfig) -> Array:
     return logits
 
 
-def _ordered_bits(x: Array) -> Array:
-    """float32 → uint32 with the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
 def _keep_above(logits: Array, total, target: float) -> Array:
     """Keep the highest scores, as few as reach total(kept) >= target."""
-    ranks = _ordered_bits(logits)
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    ranks = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # ordered as the scores
     low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # everything: reaches the target
 
     def halve(bit: Array, low: Array) -> Array:
@@ -164,7 +159,10 @@ def sample(
     # a log-sum-exp at the price of a slow fusion; whole steps of 27M parameters were 14 % longer.
     folded = jax.lax.optimization_barrier(_fold(logits))
     rows, length = folded.shape[-2:]
-    row_ids = _row_ids(rows)[leading]
+    row_ids = jnp.arange(rows, dtype=jnp.int32)
+    if rows % shards("vocab") == 0:  # laid out like the folded rows
+        row_ids = reshard(row_ids, "vocab")
+    row_ids = row_ids[leading]
     if length == 1:
         # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
         won = jnp.zeros_like(positions)
@@ -177,8 +175,10 @@ def sample(
         masses = jax.lax.optimization_barrier(jnp.sum(jnp.exp(folded - top), axis=-2))
         columns = rows * length + jnp.arange(length)  # ids that no token has
         won = jnp.argmax(masses / noise(columns[leading]), axis=-1)
+        index = jnp.broadcast_to(won[..., None, None], (*folded.shape[:-1], 1))
+        index = jax.sharding.reshard(index, jax.typeof(folded).sharding.spec)
         top = top[..., 0]
-        inside = _column(folded, won) - top
+        inside = jnp.take_along_axis(folded, index, axis=-1)[..., 0] - top
         log_mass = jnp.log(jnp.sum(masses, axis=-1))
     ids = row_ids * length + won[..., None]
     row = jnp.argmax(jnp.exp(inside) / noise(ids), axis=-1)
@@ -197,19 +197,6 @@ def _fold(scores: Array) -> Array:
         scores = jax.sharding.reshard(scores, jax.P(*dims, None))
     shape = (*scores.shape[:-1], rows, vocab // rows)
     return jnp.reshape(scores, shape, out_sharding=jax.P(*dims, split, None))
-
-
-def _row_ids(rows: int) -> Array:
-    """int32 [C], laid out like a folded vocabulary's rows."""
-    ids = jnp.arange(rows, dtype=jnp.int32)
-    return ids if rows % shards("vocab") else reshard(ids, "vocab")
-
-
-def _column(folded: Array, index: Array) -> Array:
-    """Take the column `index` int32 [...] of [..., C, N]: [..., C]."""
-    index = jnp.broadcast_to(index[..., None, None], (*folded.shape[:-1], 1))
-    index = jax.sharding.reshard(index, jax.typeof(folded).sharding.spec)
-    return jnp.take_along_axis(folded, index, axis=-1)[..., 0]
 
 
 def temper(logits: Array, config: SamplingConfig) -> Array:

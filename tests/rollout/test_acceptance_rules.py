@@ -14,6 +14,7 @@ from acceptance_reference import (
     put_scores,
     random_cut,
     ratio,
+    residual_by_hand,
     residual_scores,
     softmax,
 )
@@ -135,20 +136,6 @@ def test_stored_tokens_against_a_sort(make_mesh, shape, lead, k):
     np.testing.assert_allclose(np.asarray(given[1][1]), np.asarray(logprobs), atol=1e-6)
     assert ids.dtype == jnp.int32
     assert logprobs.dtype == jnp.float32
-
-
-def residual_by_hand(new, old, ids, tail, scale):
-    """Probabilities [V] of the next token, float64; π_old is known at `ids`, else as a sum."""
-    ids = [i for i in ids if i >= 0]
-    others = [x for x in range(len(new)) if x not in ids]
-    weights = np.zeros(len(new))
-    if not tail:
-        weights[ids] = np.maximum(scale * new[ids] - old[ids], 0)
-    if new[others].sum() > 0:
-        mass = scale * new[others].sum() - old[others].sum()
-        mass = new[others].sum() if tail else max(mass, 0)
-        weights[others] = mass * new[others] / new[others].sum()
-    return weights / weights.sum() if weights.sum() > 0 else new
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

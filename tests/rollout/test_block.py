@@ -1,10 +1,8 @@
 """Block verification against a plain loop, at its ends, and on long drafts."""
 
-import math
-
 import numpy as np
 import pytest
-from acceptance_reference import accept_block, count_leading, log
+from acceptance_reference import accept_block, block_by_hand, count_leading, log
 
 
 def random_policies(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
@@ -22,50 +20,19 @@ def random_policies(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
     return uniforms, (*picked, log(take(new, ids)), log(take(old, ids)), listed)
 
 
-def block_by_hand(uniforms, arguments, lens):
-    """kept, tail, log_scale of each row in float64, and the margin of its closest decision."""
-    logprobs, old, now_top, old_top = (np.asarray(x, np.float64) for x in arguments[:-1])
-    outcomes = []
-    for row, length in enumerate(lens):
-        pairs = []
-        for i in range(length):
-            now, before = np.exp(now_top[row, i]), np.exp(old_top[row, i])
-            pairs.append((np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())))
-        p, joint = 1.0, []
-        for i in range(length):
-            listed = arguments[-1][row, i]
-            quotient = pairs[i][0][-1] / pairs[i][1][-1]
-            if listed:
-                quotient = math.exp(logprobs[row, i] - old[row, i])
-            p = min(1.0, p * quotient)
-            joint.append(p)
-            if not listed:
-                break
-        accepted, tail, scale, margin = 0, False, (1.0 if joint else math.inf), math.inf
-        for i, p in enumerate(joint, start=1):
-            if i == len(joint):
-                h = p
-            else:
-                gain = np.maximum(p * pairs[i][0] - pairs[i][1], 0).sum()
-                h = gain / (gain + 1 - p)
-            margin = min(margin, abs(uniforms[row, i - 1] - h))
-            if uniforms[row, i - 1] <= h:
-                tail = i == len(joint) and not arguments[-1][row, i - 1]
-                accepted, scale = i - tail, math.inf if i == len(joint) else p
-        outcomes.append((accepted, tail, math.log(scale), margin))
-    return tuple(np.array(x) for x in zip(*outcomes, strict=True))
-
-
 def test_block_against_a_loop():
     uniforms, arguments = random_policies(2000, 12)
     lens = np.random.default_rng(5).integers(0, 13, 2000).astype(np.int32)
     accepted, tail, log_scale = accept_block(uniforms, arguments, lens)
-    expected = block_by_hand(uniforms, arguments, lens)
+    rows = [
+        block_by_hand(*(x[row, :n] for x in (uniforms, *arguments))) for row, n in enumerate(lens)
+    ]
+    expected = [np.array(x) for x in zip(*rows, strict=True)]
     clear = expected[-1] > 1e-5  # float32 decides as float64 does, but where they tie
     assert clear.mean() > 0.99
     np.testing.assert_array_equal(accepted[clear], expected[0][clear])
     np.testing.assert_array_equal(tail[clear], expected[1][clear])
-    np.testing.assert_allclose(log_scale[clear], expected[2][clear], atol=1e-5)
+    np.testing.assert_allclose(log_scale[clear], np.log(expected[2])[clear], atol=1e-5)
     assert accepted.dtype == np.int32
     assert set(range(12)) <= set(accepted)
     assert 0.02 < tail.mean() < 0.9
@@ -100,17 +67,6 @@ def test_equal_policies_accept_everything(uniform):
     np.testing.assert_array_equal(tail, expected < lens)
     assert np.isposinf(log_scale).all()
     assert {0, 40} <= set(expected)
-
-
-def test_policies_equal_up_to_rounding_accept_nearly_everything():
-    uniforms, (_, old, _, old_top, listed) = random_policies(100, 2048, vocab=4, k=4)
-    rng = np.random.default_rng(8)
-    noisy = lambda x: x + rng.normal(0, 1e-6, x.shape).astype(np.float32)  # noqa: E731
-    lens = np.full(100, 2048, np.int32)
-    accepted, _, _ = accept_block(
-        uniforms, (noisy(old), old, noisy(old_top), old_top, listed), lens
-    )
-    assert (accepted == 2048).mean() >= 0.99
 
 
 def test_the_joint_ratio_after_thousands_of_tokens():

@@ -61,22 +61,18 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     old = ref.rollout(spec(), older, prompts, step=1).rollout
     near = _near(plain, model.vocab_size)
     wide = spec(tree=ref.TREE, max_width=width)
-    # At the step before, under the older policy, in places that its own rows left early.
+    close = {"history": history_of(wide, near.tokens, near.lens)}
+    far = {"history": history_of(wide, old.tokens, old.lens)}
+    # At the step before, under the older policy, in slots that its own rows left early.
     begun = ref.rollout(spec(row_buckets=2), older, prompts, step=1, next_prompts=prompts).run_ahead
     cases = {
         "previous": (spec(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (spec(), {"drafts": as_drafts(old)}),
-        "tree": (wide, {"history": history_of(wide, near.tokens, near.lens)}),
-        "tree, of an older policy": (wide, {"history": history_of(wide, old.tokens, old.lens)}),
+        "tree": (wide, close),
+        "tree, of an older policy": (wide, far),
         "tree, of siblings alone": (wide, {}),
-        "tree, few rows in flight": (
-            dataclasses.replace(wide, max_rows=few),
-            {"history": history_of(wide, near.tokens, near.lens)},
-        ),
-        "previous+tree": (
-            wide,
-            {"drafts": as_drafts(near), "history": history_of(wide, old.tokens, old.lens)},
-        ),
+        "tree, few rows in flight": (dataclasses.replace(wide, max_rows=few), close),
+        "previous+tree": (wide, {"drafts": as_drafts(near)} | far),
         "run ahead": (spec(), {"drafts": begun.drafts_for(prompts)}),
     }
     for name, (its_spec, drafted) in cases.items():

@@ -55,10 +55,8 @@ def test_random_reuse_equals_the_naive_loop(mesh):
 
 
 def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
-    prompts, spec = (
-        ref.random_prompts(),
-        make_spec(sampling=SAMPLINGS[1], row_buckets=1),
-    )
+    prompts = ref.random_prompts()
+    spec = make_spec(sampling=SAMPLINGS[1], row_buckets=1)
     params, weights = ref.policy()
     greedy = spec.for_evaluation(4, 0.0)
     rollout, _ = run(greedy, weights, prompts, purpose=Purpose.EVALUATE)

@@ -25,45 +25,39 @@ SIGNAL = np.array([[0.0, 1.0, 0.0, 1.0]])
 ONE_PROMPT = make_prompts([[5]], 6)
 
 
-def visit(noise: KeptNoise, step: int, rewards=SIGNAL, prompts=ONE_PROMPT):
-    """(steps, samples on kept noise) of a visit, as lists."""
-    steps = noise.steps(prompts, step)
-    kept = noise.observe(prompts, steps, rewards)
-    assert kept.shape == steps.shape
-    return steps[0].tolist(), kept[0].tolist()
+EQUAL = np.array([[1.0] * 4])
+# name → n, refresh, and of every visit: its step, its rewards, the noise that it uses
+VISITS = {
+    "the worked group": (3, 0.25, [
+        (1, SIGNAL, [1, 1, 1, 1]), (5, SIGNAL, [5, 1, 1, 1]), (9, SIGNAL, [5, 9, 1, 1]),
+        # The last two have had their three visits; the oldest, refreshed, is one of them.
+        (13, SIGNAL, [5, 9, 13, 13])]),
+    "a group stays for its visits": (2, 0.0, [
+        (1, SIGNAL, [1] * 4), (2, SIGNAL, [1] * 4), (3, SIGNAL, [3] * 4), (4, SIGNAL, [3] * 4),
+        (7, SIGNAL, [7] * 4)]),
+    "without signal": (9, 0.0, [(1, SIGNAL, [1] * 4), (2, EQUAL, [1] * 4), (3, SIGNAL, [3] * 4)]),
+    "less than a sample is one": (9, 0.05, [(1, SIGNAL, [1] * 4), (2, SIGNAL, [2, 1, 1, 1])]),
+}  # fmt: skip
 
 
-def test_the_worked_group():
-    noise = KeptNoise(3, 0.25, G)
-    assert visit(noise, 1) == ([1, 1, 1, 1], [False] * 4)
-    assert visit(noise, 5) == ([5, 1, 1, 1], [False, True, True, True])
-    assert visit(noise, 9) == ([5, 9, 1, 1], [True, False, True, True])
-    # The last two have had their three visits; the oldest of the group, refreshed, is one of them.
-    assert visit(noise, 13) == ([5, 9, 13, 13], [True, True, False, False])
-
-
-def test_all_of_a_group_stays_for_its_visits_and_then_changes():
-    noise = KeptNoise(2, 0.0, G)
-    assert [visit(noise, step)[0][0] for step in (1, 2, 3, 4, 7)] == [1, 1, 3, 3, 7]
-
-
-@pytest.mark.parametrize("rewards", [[[0.0] * 4], [[1.0] * 4]])
-def test_a_group_without_signal_gets_fresh_noise(rewards):
-    noise = KeptNoise(9, 0.0, G)
-    visit(noise, 1)
-    assert visit(noise, 2, np.array(rewards)) == ([1] * 4, [True] * 4)
-    assert visit(noise, 3) == ([3] * 4, [False] * 4)
+@pytest.mark.parametrize(("visits", "refresh", "steps"), VISITS.values(), ids=VISITS)
+def test_visits_by_hand(visits, refresh, steps):
+    """A checkpoint after each goes on alike."""
+    noise = KeptNoise(visits, refresh, G)
+    before = np.zeros((1, G))
+    for step, rewards, expected in steps:
+        got = noise.steps(ONE_PROMPT, step)
+        assert got.tolist() == [expected]
+        np.testing.assert_array_equal(noise.observe(ONE_PROMPT, got, rewards), got == before)
+        before = got
+        host = json.loads(json.dumps(noise.host()))
+        noise = KeptNoise(visits, refresh, G).restore(host, {})
 
 
 def test_with_a_critic_every_group_teaches():
-    noise = KeptNoise(9, 0.0, 1, needs_signal=False)
-    assert visit(noise, 1, np.array([[1.0]])) == ([1], [False])
-    assert visit(noise, 2, np.array([[1.0]])) == ([1], [True])
-
-
-def test_a_share_that_is_less_than_a_sample_refreshes_one():
-    noise = KeptNoise(9, 0.05, G)
-    assert [visit(noise, step)[0] for step in (1, 2)] == [[1, 1, 1, 1], [2, 1, 1, 1]]
+    noise = KeptNoise(9, 0.0, G, needs_signal=False)
+    noise.observe(ONE_PROMPT, noise.steps(ONE_PROMPT, 1), EQUAL)
+    assert noise.steps(ONE_PROMPT, 2).tolist() == [[1] * 4]
 
 
 def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
@@ -75,18 +69,6 @@ def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
         assert noise.steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
     order = [2, 0]
     assert noise.steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
-
-
-def test_a_checkpoint_goes_on_alike():
-    noise, rng = KeptNoise(3, 0.5, G), np.random.default_rng(0)
-    for step in range(1, 9):
-        rewards = rng.integers(0, 2, (1, G)).astype(float)
-        visit(noise, step, rewards)
-        other = KeptNoise(3, 0.5, G).restore(json.loads(json.dumps(noise.host())), {})
-        assert other.host() == noise.host()
-        assert (
-            other.steps(ONE_PROMPT, step + 1).tolist() == noise.steps(ONE_PROMPT, step + 1).tolist()
-        )
 
 
 # --- rollouts -------------------------------------------------------------------------------------
@@ -101,10 +83,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [
-        *((kind, (1, 1, 1)) for kind in KINDS),
-        ("previous+tree", (2, 2, 2)),
-    ],
+    [*((kind, (1, 1, 1)) for kind in KINDS), ("previous+tree", (2, 2, 2))],
 )
 def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
     """Rows of steps 1, 2 and 3 in one rollout of step 9."""
@@ -191,24 +170,19 @@ WAYS = {
     "both": {"rollout.draft": "previous+tree"},
     "head": {"rollout.draft": "previous+tree+head", "rollout.head.vocab": 8},
     "run ahead": {"rollout.run_ahead": True},
+    "run ahead alone": {"rollout.draft": "none", "rollout.run_ahead": True},
     "mopps": {"curriculum.name": "mopps"},
     "speed": SPEED,
-    "dapo": SPEED
-    | {
-        "curriculum.name": "uniform",
-        "algorithm.dynamic_sampling": True,
-        "data.prompts": 12,
+    "dapo": SPEED | {
+        "curriculum.name": "uniform", "algorithm.dynamic_sampling": True, "data.prompts": 12,
     },
     "turns": {
-        "environment.name": "small_runs:Sums",
-        "reward.timeout": 5.0,
-        "environment.max_turns": 3,
-        "rollout.response_len": 16,
-        "reward.extract": "",
+        "environment.name": "small_runs:Sums", "reward.timeout": 5.0, "environment.max_turns": 3,
+        "rollout.response_len": 16, "reward.extract": "",
     },
     "a critic": {"critic.kind": "head"},
     "partial": {"rollout.partial": 4},
-}
+}  # fmt: skip
 
 
 def responses(workdir) -> list[tuple]:
@@ -237,9 +211,17 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
     if way == "previous":
         fresh = {"rollout.noise_epochs": 1, "rollout.noise_refresh": 0.0}
         loop.train(small_config(changes | fresh), tmp_path / "fresh")
-        assert saved[0] > 1.3 * sum(
-            r["rollout/tokens_reused"] for r in records(tmp_path / "fresh")[1:]
-        )
+        by_chance = sum(r["rollout/tokens_reused"] for r in records(tmp_path / "fresh")[1:])
+        assert saved[0] > 1.3 * by_chance
+    if way == "run ahead alone":
+        # Every step begins the next one's responses; all but the first have some.
+        begun = [0, *(r["rollout/tokens_run_ahead"] for r in drafted)]
+        assert all(begun[1:])
+        accepted = [r.get("rollout/run_ahead_accepted", 0) for r in drafted]
+        assert accepted[0] == 0
+        assert all(0 < share < 1 for share in accepted[1:])
+        reused = [r["rollout/tokens_reused"] for r in drafted]
+        assert reused == pytest.approx(np.multiply(accepted, begun[:-1]))
     kept = [r["rollout/kept_noise"] for r in drafted]
     assert kept[0] == 0
     assert max(kept) > 0.2

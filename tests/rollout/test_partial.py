@@ -16,14 +16,13 @@ from specrl_jax.types import Source
 
 Q, X, G, R = 4, 2, 4, 8
 EVERY = ref.random_prompts(24)
-PLANS = {
-    "two buckets": {},
-    "few rows": {"max_rows": 8, "row_buckets": 3},
-    "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
-}
-MARKED = [
-    pytest.param(changes, marks=() if name == "drafts from a tree" else pytest.mark.slow, id=name)
-    for name, changes in PLANS.items()
+SLOW = {"marks": pytest.mark.slow}
+PLANS = [
+    pytest.param((1, 1, 1), {}, id="two buckets", **SLOW),
+    pytest.param((1, 1, 1), {"max_rows": 8, "row_buckets": 3}, id="few rows", **SLOW),
+    pytest.param((1, 1, 1), {"tree": ref.TREE, "max_width": 4}, id="drafts from a tree"),
+    pytest.param((2, 1, 1), {}, id="two shards", **SLOW),
+    pytest.param((1, 2, 2), {}, id="four devices", **SLOW),
 ]
 
 
@@ -76,22 +75,27 @@ def moving(make_mesh):
     return done, [params for params, _ in policies]
 
 
-@pytest.mark.parametrize("changes", MARKED)
-def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
+@pytest.mark.parametrize(("shape", "changes"), PLANS)
+def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(
+    make_mesh, shape, changes
+):
     """As long as the policy stays: whatever was resumed or drafted."""
-    spec, (_, weights) = make_spec(accept="match", **changes), ref.policy()
-    resumed, more = 0, ("sources",) if spec.draft_source else ()
-    for step in steps(spec, [weights] * 4):
-        outcome = step.outcome
-        assert len(outcome.groups) == Q
-        assert len(outcome.resumed.noise_steps) == X
-        for begun in set(outcome.noise_steps[:, 0].tolist()):
-            mine = np.flatnonzero(outcome.noise_steps[:, 0] == begun)
-            rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
-            plain = host(ref.run(spec, weights, step.chosen, begun)[0])
-            part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
-            check_equal(part, plain, rows, but=("origin_steps", *more))
-        resumed += int(outcome.resumed_lens.sum())
+    spec = make_spec(accept="match", **changes)
+    but = ("origin_steps", "sources") if spec.draft_source else ("origin_steps",)
+    resumed = 0
+    with jax.set_mesh(make_mesh(*shape)):
+        _, weights = ref.policy()
+        for step in steps(spec, [weights] * 4):
+            outcome = step.outcome
+            assert len(outcome.groups) == Q
+            assert len(outcome.resumed.noise_steps) == X
+            for begun in set(outcome.noise_steps[:, 0].tolist()):
+                mine = np.flatnonzero(outcome.noise_steps[:, 0] == begun)
+                rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
+                plain = host(ref.run(spec, weights, step.chosen, begun)[0])
+                part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
+                check_equal(part, plain, rows, but=but)
+            resumed += int(outcome.resumed_lens.sum())
     assert resumed > 20
 
 
@@ -211,33 +215,6 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     new = ref.run(spec, weights, select(EVERY, [10, 11]), 2)[0]
     rows = slice(2 * G, 4 * G)
     check_equal(jax.tree.map(lambda x: x[rows], host(result.rollout)), new)
-
-
-@pytest.mark.slow
-def test_more_extra_groups_than_trained_ones(mesh):
-    """Two of ten running groups end a step: the others wait for up to three steps."""
-    spec, (_, weights) = make_spec(row_buckets=3), ref.policy()
-    prompts, resumed, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
-    for number in range(1, 5):
-        result = one_step(spec, weights, prompts, number, resumed, stop=2)
-        came += [prompts.examples[g].prompt_id for g in result.groups]
-        others = [g for g in range(len(prompts.lens)) if g not in result.groups]
-        prompts, resumed = select(prompts, others), result.resumed
-        assert set(resumed.noise_steps) <= {(1,) * G}
-    assert len(set(came)) == 8
-    assert len(prompts.lens) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2)])
-def test_on_a_mesh(make_mesh, shape):
-    with jax.set_mesh(make_mesh(*shape)):
-        spec, (_, weights) = make_spec(), ref.policy()
-        for step in steps(spec, [weights] * 2):
-            for place, begun in enumerate(step.outcome.noise_steps[:, 0].tolist()):
-                rows = slice(place * G, place * G + G)
-                expected = host(ref.run(spec, weights, step.chosen, begun)[0])
-                np.testing.assert_array_equal(step.rollout.tokens[rows], expected.tokens[rows])
 
 
 # --- training -------------------------------------------------------------------------------------

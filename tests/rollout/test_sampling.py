@@ -156,33 +156,13 @@ def test_many_positions_of_a_row_at_once(mesh):
     logits = rng.normal(size=(40, 5, 30)).astype(np.float32)
     positions = rng.integers(0, 500, (40, 5)).astype(np.int32)
     seeds = make_seeds(40)
-    for config in (SamplingConfig(), SamplingConfig(temperature=0.0)):
-        together = np.asarray(sample(logits, seeds, positions, config)[0])
-        assert together.shape == (40, 5)
-        for t in range(5):
-            alone = np.asarray(sample(logits[:, t], seeds, positions[:, t], config)[0])
-            np.testing.assert_array_equal(together[:, t], alone)
+    together, *_ = sample(logits, seeds, positions, SamplingConfig())
     noise = np.asarray(exponentials(seeds, positions, 30))
-    assert noise.shape == (40, 5, 30)
+    assert together.shape == (40, 5)
     for t in range(5):
-        np.testing.assert_array_equal(
-            noise[:, t], np.asarray(exponentials(seeds, positions[:, t], 30))
-        )
-    cube = positions.reshape(40, 1, 5)
-    np.testing.assert_array_equal(np.asarray(exponentials(seeds, cube, 30))[:, 0], noise)
-
-
-def test_rows_of_several_steps(mesh):
-    """A step for each row gives what a batch of that step gives."""
-    steps = np.array([0, 3, 3, 7], np.uint32)
-    ids, samples = np.arange(8, dtype=np.uint32).reshape(4, 2), np.array([0, 1, 0, 2], np.int32)
-    arguments = put(ids, "batch", None), put(samples, "batch")
-    key, purpose = jax.random.key(5), int(Purpose.SAMPLE)
-    mixed = np.asarray(seeds_of(key, purpose, put(steps, "batch"), *arguments))
-    for row, step in enumerate(steps):
-        alone = np.asarray(seeds_of(key, purpose, jnp.uint32(step), *arguments))
-        np.testing.assert_array_equal(mixed[row], alone[row])
-        assert (mixed != alone).any()
+        alone, *_ = sample(logits[:, t], seeds, positions[:, t], SamplingConfig())
+        np.testing.assert_array_equal(together[:, t], alone)
+        np.testing.assert_array_equal(noise[:, t], exponentials(seeds, positions[:, t], 30))
 
 
 def reference_truncate(logits, config):
@@ -255,8 +235,8 @@ def test_greedy_takes_the_best_whatever_the_noise(mesh):
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        *((240, shape) for shape in [(8, 1, 1), (1, 4, 2), (2, 2, 2)]),
-        *((3_840, shape) for shape in [(1, 4, 2), (1, 1, 8), (2, 1, 3), (1, 1, 5)]),
+        (240, (2, 2, 2)),
+        *((3_840, shape) for shape in [(1, 4, 2), (2, 1, 3), (1, 1, 5)]),
     ],
 )
 def test_the_mesh_changes_no_draw(make_mesh, size, shape):

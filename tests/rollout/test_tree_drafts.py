@@ -16,8 +16,8 @@ from rollout_reference import (
     match_spec,
     run,
 )
+from scheduler_cases import Planned
 
-from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.types import Drafts, Source
 
 B, R, V = 32, 8, ref.MODEL.vocab_size
@@ -133,12 +133,14 @@ def test_previous_responses_of_any_kind(mesh, base, log_lenience):
 
 
 @pytest.mark.parametrize(
-    "width", [1, 2, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 5)), 8]
+    ("width", "stored"),
+    [(1, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow), (4, False), (8, True)],
 )
-def test_tree_drafts_at_any_width(mesh, base, width):
+def test_tree_drafts_at_any_width(mesh, base, width, stored):
+    """Without stored responses a row learns from its group and from itself."""
     prompts, plain, old = base
     spec = match_spec(width, **ONE_BUCKET)
-    history = any_history(match_spec(2), plain, old) if width > 1 else None
+    history = any_history(spec, plain, old) if stored else None
     rollout, stats = run(spec, weights_of(), prompts, 1, history=history)
     check_equal(rollout, plain, but=("sources",))
     drafted = check_sources(rollout, stats, plain)
@@ -146,38 +148,19 @@ def test_tree_drafts_at_any_width(mesh, base, width):
     assert drafted.any() == (width > 1)
 
 
-def test_siblings_in_flight_alone(mesh, base):
-    """No stored response: a row learns from its group and from itself."""
-    prompts, plain, _ = base
-    spec = match_spec(4, **ONE_BUCKET)
-    rollout, stats = run(spec, weights_of(), prompts, 1)
-    check_equal(rollout, plain, but=("sources",))
-    assert check_sources(rollout, stats, plain).any()
-    check_steps(rollout, stats, 4)
-
-
-@pytest.mark.parametrize("sizes", ref.BUCKETS)
-def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
-    prompts, plain, old = base
-    drafts, spec = any_drafts(plain, old), match_spec(4, **sizes)
-    for given in (drafts, None):
-        rollout, stats = run(
-            spec,
-            weights_of(),
-            prompts,
-            1,
-            drafts=as_given(*given) if given else None,
-            history=any_history(spec, plain, old),
-        )
-        check_equal(rollout, plain, but=("prefix_lens", "sources"))
-        assert check_sources(rollout, stats, plain, given).any()
-
-
-def test_previous_and_tree_drafts_on_a_mesh(make_mesh, base):
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        pytest.param((1, 1, 1), ONE_BUCKET, marks=pytest.mark.slow),
+        ((1, 1, 1), {"row_buckets": 3, "max_rows": 8}),
+        ((2, 2, 2), {"row_buckets": 2}),
+    ],
+)
+def test_previous_and_tree_drafts_on_any_buckets_and_mesh(make_mesh, base, shape, sizes):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    with jax.set_mesh(make_mesh(2, 2, 2)):
-        spec = match_spec(4, row_buckets=2)
+    with jax.set_mesh(make_mesh(*shape)):
+        spec = match_spec(4, **sizes)
         history = any_history(spec, plain, old)
         rollout, stats = run(
             spec, weights_of(), prompts, 1, drafts=as_given(*drafts), history=history
@@ -262,26 +245,12 @@ def test_a_row_that_repeats_itself_is_its_own_draft(mesh):
     assert stats.drafted_tokens >= 4 * 12
 
 
-class WideFrom(Speculation):
-    """Choices that are plain for `plain` steps, then as wide as can be."""
-
-    def __init__(self, plain):
-        super().__init__()
-        self.plain = plain
-
-    def plan_steps(self, rows, widths):
-        width = 1 if self.plain > 0 else widths[-1]
-        return StepPlan(width, max(self.plain, 0), False)
-
-    def record_steps(self, plan, steps, histogram):
-        self.plain -= steps
-
-
 def test_drafts_know_what_plain_steps_wrote(mesh):
     """They write to no index; without their tokens nothing of a row or its group matches."""
     spec, weights = counting(slots=24, width=4, cycle=3)
     prompts = ref.make_prompts([[2], [2, 1]], 6)
-    rollout, stats = run(spec, weights, prompts, speculation=WideFrom(6))
+    six_plain = Planned(lambda widths, done: (1, 6 - done) if done < 6 else (widths[-1], 0))
+    rollout, stats = run(spec, weights, prompts, speculation=six_plain)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[0], np.arange(24) % 3)
     sources = np.asarray(rollout.sources)
     assert not sources[:, :7].any()

@@ -63,11 +63,6 @@ class StoreShape:
     k: int = 0  # likeliest tokens whose log-probs are kept
     logprobs: bool = True  # log-probs and origins of the drafts are kept
 
-    @property
-    def num_sources(self) -> int:
-        """Responses of a prompt that `DraftStore.sources` returns."""
-        return (self.history or self.generations) * self.samples
-
     def empty(self) -> Stored:
         """Zeros of a store on the mesh in use; prompts are rounded up."""
         pieces = math.lcm(_SLOTS, shards("batch"))
@@ -109,11 +104,7 @@ class DraftStore(StatePart):
     """
 
     def __init__(
-        self,
-        shape: StoreShape,
-        *,
-        max_age: int = 0,
-        owner: Mapping[str, str] | None = None,
+        self, shape: StoreShape, *, max_age: int = 0, owner: Mapping[str, str] | None = None
     ):
         self._shape = {
             "generations": max(shape.history, shape.generations),
@@ -125,7 +116,7 @@ class DraftStore(StatePart):
         }
         self._max_age = max_age
         self._owner = dict(owner or {})
-        self._num_sources = shape.num_sources
+        self._num_sources = (shape.history or shape.generations) * shape.samples
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
@@ -303,9 +294,7 @@ def _whole(array: Array) -> Array:
 
 
 def _keep(array: Array, kept: Array) -> Array:
-    """Zeros in the rows that are not kept: they may be another prompt's.
-
-    A row fetched from another device is a sum with zeros, which makes +0 of -0: so here for all.
-    """
+    """Put zeros in the rows that are not kept: they may be another prompt's."""
+    # A row fetched from another device is a sum with zeros, which makes +0 of -0: so here for all.
     kept = kept.reshape(*kept.shape, *(1,) * (array.ndim - kept.ndim))
     return jnp.where(kept & (array != 0), array, jnp.zeros((), array.dtype))

@@ -34,11 +34,7 @@ def start_all_rows(
     noise_steps: np.ndarray,
     max_lens: np.ndarray | None = None,
 ) -> Rows:
-    """Start rows that hold only their prompts.
-
-    noise_steps: int [Q, G], the step whose noise each row uses. max_lens: int32 [B], where
-    responses end; None: at R.
-    """
+    """Start rows that hold only their prompts; arguments as of `start_inputs`."""
     inputs = start_inputs(spec, prompts, noise_steps, max_lens)
     return start_rows(spec, int(noise.purpose), noise.key, *inputs)
 
@@ -49,7 +45,11 @@ def start_inputs(
     noise_steps: np.ndarray,
     max_lens: np.ndarray | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the last arguments of `start_rows`, on the host; arguments as above."""
+    """Return the last arguments of `start_rows`, on the host.
+
+    noise_steps: int [Q, G], the step whose noise each row uses. max_lens: int32 [B], where
+    responses end; None: at R.
+    """
     group = spec.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     if max_lens is None:
@@ -74,8 +74,7 @@ def start_rows(
     max_lens: Array,
     last: Array,
 ) -> Rows:
-    """Start rows from host arrays [B], ids [B, 2]. The call hands them over: to put each on the
-    device by itself takes longer."""
+    """Start rows from host arrays [B], ids [B, 2], which this call puts on the device at once."""
     group = spec.group_size
     noise_steps = reshard(noise_steps, "batch")
     ids = reshard(ids, "batch", None)
@@ -109,9 +108,11 @@ def start_rows(
 
 @functools.partial(jax.jit, static_argnums=0)
 def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
-    """Return where drafts of `lens` [B] tokens end, int32 [B] each: without those that are left out
-    at random; and as far as the rule looks at them. Where every token is sampled anew, nothing is
-    left out."""
+    """Return where drafts of `lens` [B] tokens end, int32 [B] each.
+
+    First: without those that are left out at random, none where every token is sampled anew.
+    Second: as far as the rule looks at them.
+    """
     rule = spec.accept
     seeds = rows.accept_seeds
     if spec.refresh and not rule.samples_anew:

@@ -1,4 +1,4 @@
-"""The shapes of a rollout's programs. They follow from the configuration alone.
+"""Shapes of a rollout's programs. They follow from the configuration alone.
 
 Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
 a mesh that cuts the batch in 2, on a CPU: rows (64, 32, 16, 8), a cache of 8 + 32 + 3 slots, packed
@@ -38,8 +38,8 @@ class Buckets:
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
-        """Rows of a batch, descending, each half the last: multiples of `multiple`. Elsewhere than
-        on a CPU two at most: kernels read what rows have filled alone."""
+        """Rows of a batch, descending, each half the last: multiples of `multiple`."""
+        # Elsewhere than on a CPU two at most: kernels read only what rows have filled.
         count = self.row_buckets if platform() == "cpu" else min(self.row_buckets, 2)
         shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(count))
         return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))

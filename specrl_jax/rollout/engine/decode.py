@@ -1,4 +1,4 @@
-"""The decode steps of a rollout.
+"""Decode steps of a rollout.
 
 A step is the same at every width W. It feeds a row's last token and W - 1 tokens of a draft, by the
 draft source or the learned head, from that token's slot on; the hidden states give W distributions.
@@ -37,8 +37,7 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """End of `decode_steps`, besides that all rows to train on are done; int32, on the host or on
-    the device."""
+    """End of `decode_steps`, unless all rows to train on are done before; int32."""
 
     max_steps: Array
     max_unfinished: Array  # so few rows are unfinished on every shard: the batch can be smaller
@@ -158,8 +157,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
 
 
 def progress(rows: Rows, stop: StopCondition) -> Array:
-    """Count, int32 [shards, 2] on every device, rows to train on that are not done, and all rows
-    that are not done."""
+    """Count unfinished rows, int32 [shards, 2] on every device: those to train on, and all."""
     to_train = rows.index % stop.shard_rows < stop.num_train_rows  # and some padding, which is done
     marked = jnp.stack([~rows.done & to_train, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
@@ -167,8 +165,7 @@ def progress(rows: Rows, stop: StopCondition) -> Array:
 
 
 def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
-    """Return candidates int32 [b, width] of the draft source, and how many of them count, <
-    width."""
+    """Return the draft source's candidates int32 [b, width]; of them < width count, int32 [b]."""
     if width == 1 or spec.draft_source is None:
         nothing = jnp.zeros_like(rows.lens)
         return jnp.broadcast_to(nothing[:, None], (len(nothing), width)), nothing

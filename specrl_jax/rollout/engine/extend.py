@@ -199,8 +199,10 @@ def extend(
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
-    """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], slots of
-    the running batch, the free ones first."""
+    """Take the rows of block `number` of a chunk, `size` of each shard.
+
+    free: int32 [b], slots of the running batch, the free ones first.
+    """
 
     def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:
         start = first_row[0, chunk] + number * size
@@ -268,7 +270,8 @@ def _begin(
         accepted, residual, reused_tokens = _verify(
             spec, columns, rows, stored, draft_len, log_lenience, policy_after
         )
-    new = policy_after(accepted, 1).sample(residual and residual.weigh)
+    weigh = None if residual is None else residual.weigh
+    new = policy_after(accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     if spec.draft_head is not None:
@@ -337,18 +340,16 @@ def _verify(
         )
         return first + columns, jnp.where(goes_on(state), first + kept, accepted), seen
 
+    def widened(x: jax.ShapeDtypeStruct) -> Array:
+        shape = (x.shape[0], width, *x.shape[2:])
+        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
+
     _, *shapes = jax.eval_shape(look, jnp.int32(0))
-    seen = jax.tree.map(functools.partial(_widened, width), shapes)
+    seen = jax.tree.map(widened, shapes)
     state = (jnp.int32(0), jnp.zeros_like(draft_len), seen)
     _, kept, (now, seen) = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
     accepted, residual = spec.accept.decide(draft_at(0, width), kept, now, seen)
     return accepted, residual, now
-
-
-def _widened(width: int, x: jax.ShapeDtypeStruct) -> Array:
-    """Zeros [b, width, ...] for an array [b, t, ...]."""
-    shape = (x.shape[0], width, *x.shape[2:])
-    return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
 
 def _put_after(counts: Array, draft: Array, sampled: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The running batch of one rollout: its cache and rows, the programs that change them, their cost.
+"""Running batch of one rollout: its cache and rows, the programs that change them, their cost.
 
 Rows that begin are written into free slots (`extend`), all rows decode together, and the batch
 shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
@@ -10,6 +10,7 @@ to pack them.
 
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class Requests:
     begun_lens: np.ndarray  # int32 [B], tokens that rows hold
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
+    draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
     # When the rollout may end before all rows are done; 0: not at all.
     stop_after_groups: int = 0  # so many groups are done
@@ -97,18 +99,8 @@ class Stats:
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":
         """Add up several rollouts, one after another."""
-        total = cls()
-        for part in parts:
-            total.extend_seconds += part.extend_seconds
-            total.decode_seconds += part.decode_seconds
-            total.decode_steps += part.decode_steps
-            total.row_steps += part.row_steps
-            total.extended_tokens += part.extended_tokens
-            total.verified_tokens += part.verified_tokens
-            total.accepted_tokens += part.accepted_tokens
-            total.drafted_tokens += part.drafted_tokens
-            total.decode_runs += part.decode_runs
-        return total
+        columns = zip(*(dataclasses.astuple(part) for part in parts))
+        return cls(*(functools.reduce(operator.add, column) for column in columns))
 
     def metrics(self) -> dict[str, float]:
         """Return the cost under the names of `metrics.METRICS`."""
@@ -144,11 +136,9 @@ class Runner:
 
     def __post_init__(self):
         self.size = self.buckets.rows[0]  # slots of the batch
-        self.cache: KVCache
-        self.rows: Rows
-        self.cache, self.rows = empty_batch(
-            self.spec, self.all_rows, size=self.size, slots=self.buckets.slots
-        )
+        batch = empty_batch(self.spec, self.all_rows, size=self.size, slots=self.buckets.slots)
+        self.cache: KVCache = batch[0]
+        self.rows: Rows = batch[1]
         self.train = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows to train on
         self.unfinished = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows
         self.written_back = 0  # rows that began or were unfinished at the last write-back
@@ -161,8 +151,7 @@ class Runner:
 
     @functools.cached_property
     def texts(self) -> np.ndarray:
-        """int32 [B, P + R], on the host: each row's prompt, and after it its draft, or what it
-        holds."""
+        """int32 [B, P + R], each row's prompt, and after it its draft, or what it holds."""
         requests = self.requests
         prompts = requests.prompts
         group = requests.group_size
@@ -240,8 +229,7 @@ class Runner:
         return counts
 
     def _read(self, counts: Any, progress: Any) -> Any:
-        """Fetch the counts, once the model has run; note how many rows are left, and which
-        are done."""
+        """Fetch the counts once the model has run; note how many rows are left, which are done."""
         ends_early = self.requests.stop_after_groups or self.requests.allow_unfinished
         done = (self.rows.index, self.rows.done) if ends_early else None
         counts, progress, done = hosts.fetch((counts, progress, done))
@@ -252,9 +240,10 @@ class Runner:
         return counts
 
     def _synced_draft_state(self) -> Any:
-        """Return the draft source's state for all that rows hold. Steps that do not draft do not
-        write to it, nor is it made for them, so that they cost as little as without a draft
-        source."""
+        """Return the draft source's state for all that rows hold.
+
+        It is made for the first step that drafts. Plain steps do not write to it.
+        """
         source = self.spec.draft_source
         if source is None:
             return None

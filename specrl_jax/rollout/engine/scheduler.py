@@ -1,4 +1,4 @@
-"""The scheduler of one rollout: which rows begin, in which bucket all decode, and for how long.
+"""Scheduler of one rollout: which rows begin, in which bucket all decode, and for how long.
 
     waiting rows ──extend──→ slots of the running batch: decode, compact ──→ done
         ↑ prompts; rows that hold tokens; rows of the next step
@@ -53,10 +53,10 @@ class Scheduler:
     # Rows begin -----------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Let waiting rows begin where enough slots are free: a quarter of a shard's, or all that
-        it needs. Rows of the next step begin once no other row waits, beside rows to train on.
+        """Let waiting rows begin where enough slots are free; return whether any began.
 
-        Returns whether any began.
+        Enough is a quarter of a shard's slots, or all that it needs. Rows of the next step begin
+        once no other row waits, beside rows to train on.
         """
         runner = self.runner
         queues = self.waiting
@@ -79,10 +79,10 @@ class Scheduler:
     # Rows decode ----------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Move the rows into the smallest bucket that holds them, once none waits; bucket by
-        bucket, so that there are few programs of it."""
+        """Move the rows into the smallest bucket that holds them, once none waits."""
         if any(self.waiting) or any(self.next_step):
             return
+        # Bucket by bucket, so that there are few programs of it.
         size = self.buckets.rows_for_shards(self.runner.unfinished)
         while size < self.runner.size:
             self.runner.compact(self.buckets.rows_below(self.runner.size))
@@ -127,8 +127,10 @@ class Scheduler:
 
 
 def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
-    """Rows of each shard that are not done, in the order in which they begin: those to train on, or
-    those of the next step."""
+    """Return the rows of each shard that are not done, in the order in which they begin.
+
+    trained: those to train on; else those of the next step.
+    """
     group = requests.group_size
     rows = np.arange(len(requests.done))
     first = requests.begin_first

@@ -77,7 +77,11 @@ class Speculation(StatePart):
         wait = PROBE_EVERY * PROBE_STEPS - self.steps_since_probe
         if wider and wait <= 0:
             return StepPlan(wider[self.probes % len(wider)], PROBE_STEPS, True)
-        limits = [wait] * bool(wider) + [REVIEW_STEPS] * (best > 1)
+        limits = []
+        if wider:
+            limits.append(wait)
+        if best > 1:
+            limits.append(REVIEW_STEPS)
         return StepPlan(best, min(limits, default=0), False)
 
     def record_steps(self, plan: StepPlan, steps: int, histogram: Sequence[float]) -> None:
@@ -119,16 +123,10 @@ class Speculation(StatePart):
 
     def host(self) -> dict:
         """Return all that choices depend on, in values that JSON keeps exactly."""
-        seconds = None
-        if self.seconds is not None:
-            seconds = [[*key, value] for key, value in sorted(self.seconds.items())]
-        return {
-            "seconds": seconds,
-            "reached": self.reached,
-            "accepted": self.accepted,
-            "steps_since_probe": self.steps_since_probe,
-            "probes": self.probes,
-        }
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = [[*key, value] for key, value in sorted(seconds.items())]
+        return vars(self) | {"seconds": seconds}
 
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
         """Return a `Speculation` that goes on where `host` was taken."""

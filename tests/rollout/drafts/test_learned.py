@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, match_spec, run
-from scipy import special
 
 from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.generate import NoiseKey
-from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
+from specrl_jax.rollout.sampling import sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
 MODEL = ref.ONE_LAYER
@@ -46,18 +45,15 @@ def base(make_mesh):
 
 
 CASES = {
-    "wide": (1, {"width": 4}, {}),
     "greedy": (1, {"width": 4, "coupled": False}, {}),
     "widest": (1, {"width": R}, {}),
-    "few tokens": (1, {"width": 4}, {"vocab": 6}),
     "a queue": (1, {"width": 4, "row_buckets": 3, "max_rows": 8}, {}),
     "with a tree": (1, {"width": 4, "tree": TREE}, {}),
-    "eight devices": (2, {"width": 4}, {}),
     "few tokens on eight devices": (2, {"width": 4}, {"vocab": 6}),
 }
 
 
-SLOW = ("greedy", "wide", "widest", "a queue", "few tokens", "eight devices")
+SLOW = ("greedy", "widest", "a queue")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +96,11 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         tokens = put(texts, "batch", None)
         states, _ = model(tokens)
         before = jnp.concatenate([states[:, :1], states[:, :-1]], axis=1)
-        places = jnp.broadcast_to(
+        slots = jnp.broadcast_to(
             jnp.arange(texts.shape[1]), texts.shape, out_sharding=axes("batch", None)
         )
         guessing, _ = DraftHead(MODEL, weights["draft_head"])(
-            before, model.lookup(tokens), positions_BT=places
+            before, model.lookup(tokens), positions_BT=slots
         )
         # The guess at a slot is for the token of the next one.
         steps = np.ones((len(prompts.lens), group), int)
@@ -121,23 +117,3 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
             counts[int(right)] += 1
             length += 1 + int(right)
     assert stats.drafted_tokens == counts[1] > 0
-
-
-def test_coupled_guesses_agree_as_the_bound_says(mesh):
-    """P(the same token) >= (1 - TV) / (1 + TV), more than of independent draws, Σ p q."""
-    rng = np.random.default_rng(0)
-    p, q = special.softmax(rng.normal(0, 1.5, (2, 6)) + np.array([[0.0], [0.3]]), axis=1)
-    rows = 20_000
-    seeds = put(rng.integers(0, 2**32, (rows, 2), np.uint32), "batch", None)
-    positions = put(np.zeros(rows, np.int32), "batch")
-
-    def draw(distribution):
-        logits = np.tile(np.log(distribution).astype(np.float32), (rows, 1))
-        return np.asarray(sample(put(logits, "batch", None), seeds, positions, SamplingConfig())[0])
-
-    agreed = np.mean(draw(p) == draw(q))
-    tv = np.abs(p - q).sum() / 2
-    error = 4 * np.sqrt(0.25 / rows)
-    assert agreed > (1 - tv) / (1 + tv) - error
-    assert agreed < 1 - tv + error
-    assert agreed > np.sum(p * q) + error

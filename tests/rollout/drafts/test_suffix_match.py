@@ -16,9 +16,8 @@ from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, append, bu
 from specrl_jax.sharding import axes, put
 
 CONFIG = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
-OPEN = SuffixDraftConfig(
-    depth=4, factor=9.0, offset=0.0, min_prob=0.0
-)  # neither budget nor cut binds
+# Neither budget nor cut binds.
+OPEN = SuffixDraftConfig(depth=4, factor=9.0, offset=0.0, min_prob=0.0)
 _propose = jax.jit(propose, static_argnames=("width", "config"))
 _append = jax.jit(append)
 
@@ -51,8 +50,8 @@ def write(index, prompts, sources, starts, texts, counts=None):
     for row, text in zip(tokens, texts):
         row[: len(text)] = text
     counts = [len(text) for text in texts] if counts is None else counts
-    places = rows_of(prompts, sources, starts)
-    return _append(index, *places, put(tokens, "batch", None), *rows_of(counts))
+    tokens = put(tokens, "batch", None)
+    return _append(index, *rows_of(prompts, sources, starts), tokens, *rows_of(counts))
 
 
 def drafts(index, prompts, sources, lens, width=4, config=OPEN) -> list[list[int]]:
@@ -108,17 +107,12 @@ def test_a_match_counts_no_more_than_the_depth(mesh):
 
 
 def test_siblings_see_fresh_tokens(mesh):
-    index = make_index([[[]]], 8, live=3)
-    index = write(index, [0, 0, 0], [1, 2, 3], [0, 0, 0], [[4, 5], [4], [6]])
-    assert drafts(index, [0, 0, 0], [1, 2, 3], [2, 1, 1]) == [[], [5], []]
-    index = write(index, [0, 0], [3, 1], [1, 2], [[4, 5, 8], [7]])
-    assert drafts(index, [0, 0], [2, 1], [1, 3], width=2) == [[5, 7], []]
-
-
-def test_without_stored_responses(mesh):
-    index = make_index([[], []], 6, live=2)
-    index = write(index, [0, 0], [0, 1], [0, 0], [[3, 4], [3]])
-    assert drafts(index, [0, 0, 1], [0, 1, 0], [2, 1, 0]) == [[], [4], []]
+    """Nothing is stored; another prompt's rows see none of them."""
+    index = make_index([[], []], 8, live=3)
+    index = write(index, [0, 0, 0], [0, 1, 2], [0, 0, 0], [[4, 5], [4], [6]])
+    assert drafts(index, [0, 0, 0, 1], [0, 1, 2, 0], [2, 1, 1, 0]) == [[], [5], [], []]
+    index = write(index, [0, 0], [2, 0], [1, 2], [[4, 5, 8], [7]])
+    assert drafts(index, [0, 0], [1, 0], [1, 3], width=2) == [[5, 7], []]
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def test_sync_replaces_what_live_sources_hold(mesh):
     np.testing.assert_array_equal(np.asarray(got.weights), np.asarray(expected.weights))
 
 
-def test_rows_without_a_place_are_never_read(mesh):
+def test_rows_without_tokens_are_never_read(mesh):
     stored = [[1, 2, 3, 4]]  # as long as there are slots
     index = make_index([stored], 4)
     index = write(index, [0] * 2, [0, 1], [4, 0], [[5], [9, 9, 9, 3]], counts=[0, 0])
@@ -173,19 +167,19 @@ def brute_votes(texts, weights, source, width, config):
     first, second = [], []
     for n, text in enumerate(texts):
         candidates = []
-        for place in range(len(text)):
-            before = ([suffix_match.BEGIN] * config.depth + text[:place])[-config.depth :][::-1]
+        for position in range(len(text)):
+            before = ([suffix_match.BEGIN] * config.depth + text[:position])[-config.depth :][::-1]
             same = [a == b for a, b in zip(before, history)]
             matched = [*same, False].index(False)
-            away = place - len(tokens)
-            candidates.append(((matched, sum(same), -abs(away), away > 0), place))
+            away = position - len(tokens)
+            candidates.append(((matched, sum(same), -abs(away), away > 0), position))
         candidates = sorted((f for f in candidates if f[0][0] > 0), reverse=True)[:2]
         for rank, votes in enumerate((first, second)):
             if rank >= len(candidates):
                 votes.append(([], 0, 0.0))
                 continue
-            (matched, aligned, *_), place = candidates[rank]
-            rest = text[place:]
+            (matched, aligned, *_), position = candidates[rank]
+            rest = text[position:]
             if n == source:
                 rest = rest * width
             votes.append((rest[:width], matched, weights[n] * suffix_match.ALIGNED**aligned))
@@ -247,24 +241,23 @@ def test_the_longest_match_is_found_in_long_responses(mesh):
     rng = np.random.default_rng(0)
     stored = rng.permutation(2000)[:300].tolist()
     index = make_index([[stored]], 300, live=8)
-    places = rng.integers(4, 290, 8)
-    lives = [[*rng.integers(2000, 3000, 50), *stored[p - 3 : p]] for p in places]
+    positions = rng.integers(4, 290, 8)
+    lives = [[*rng.integers(2000, 3000, 50), *stored[p - 3 : p]] for p in positions]
     index = write(index, [0] * 8, range(1, 9), [0] * 8, lives)
     proposed = drafts(index, [0] * 8, range(1, 9), [53] * 8)
-    assert proposed == [stored[p : p + 4] for p in places]
+    assert proposed == [stored[p : p + 4] for p in positions]
 
 
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
-def test_the_same_on_every_mesh(make_mesh, shape):
+def test_the_same_on_every_mesh(make_mesh):
     rng = np.random.default_rng(1)
     old = [[rng.integers(0, 4, 14).tolist() for _ in range(3)] for _ in range(3)]
     q = rng.integers(0, 3, 16)
     texts = [rng.integers(0, 4, 1 + i % 9).tolist() for i in range(16)]
     by_mesh = []
-    for sizes in ((1, 1, 1), shape):
+    for sizes in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*sizes)):
             index = make_index(old, 14, live=16)
             index = write(index, q, 3 + np.arange(16), np.zeros(16), texts)
@@ -284,19 +277,19 @@ SRT = SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
 @functools.partial(jax.jit, static_argnames=("config", "group"))
 def _replay(index, truth_BR, lens_B, *, config: SuffixDraftConfig, group: int):
     rows = jax.sharding.reshard(jnp.arange(len(lens_B), dtype=jnp.int32), axes("batch"))
-    places = rows // group, index.tokens.shape[1] - group + rows % group
+    own = rows // group, index.tokens.shape[1] - group + rows % group
     truth = jnp.pad(truth_BR, ((0, 0), (0, WIDTH + 1)), constant_values=-9)
 
     def step(state):
         index, row_lens, steps = state
-        tokens, counts = propose(index, *places, row_lens, WIDTH, config)
+        tokens, counts = propose(index, *own, row_lens, WIDTH, config)
         following = jax.vmap(lambda text, at: jax.lax.dynamic_slice(text, (at,), (WIDTH + 1,)))(
             truth, row_lens
         )
         same = (tokens == following[:, :WIDTH]) & (jnp.arange(WIDTH)[None, :] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
         emitted = jnp.minimum(accepted + 1, lens_B - row_lens)
-        index = append(index, *places, row_lens, following, emitted)
+        index = append(index, *own, row_lens, following, emitted)
         return index, row_lens + emitted, steps + jnp.sum(row_lens < lens_B)
 
     state = index, jnp.zeros_like(lens_B), jnp.int32(0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
+from acceptance_reference import block_by_hand, residual_by_hand
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
@@ -70,49 +71,10 @@ def test_prefixes_by_hand(small):
     nodes[0, 1, :4] = [0, 1, 2, 5]
     nodes[0, 2, :2] = nodes[1, 0, :2] = [0, 1]
     np.testing.assert_array_equal(got.nodes, nodes)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_row_is_found_in_its_chunk(small, seed):
-    """Rows of random lengths that share beginnings, on three shards, one of which has none."""
-    rng = np.random.default_rng(seed)
-    buckets = Buckets(ref.ONE_LAYER, 30, P, R, 1, multiple=3)
-    counts = [int(rng.integers(1, 11)), 0, int(rng.integers(1, 11))]
-    rows = [rng.permutation(20)[:count] for count in counts]
-    total = sum(counts)
-    tokens = rng.integers(0, 3, (total, P + R)).astype(np.int32)
-    lens = rng.integers(1, P + R + 1, total).astype(np.int32)
-    draft_ends = rng.integers(0, R + 1, total).astype(np.int32)
-    got = pack_prefixes(buckets, tokens, lens, rows, draft_ends)
     none = np.zeros((0, P + R), np.int32)
-    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 3, none[:, 0])
+    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
     assert [x.shape for x in got] == [x.shape for x in empty]  # whatever the rows
     assert empty.count == 0
-    assert got.first_row[:, -1].tolist() == counts
-    in_chunks = np.diff(got.first_row, axis=1)
-    assert not in_chunks[:, int(got.count) :].any()
-    assert in_chunks[:, : int(got.count)].any(axis=0).all()
-    np.testing.assert_array_equal(got.blocks, -(-in_chunks.max(axis=0) // buckets.block_rows))
-    start = 0
-    for shard, own in enumerate(rows):
-        order = []
-        for chunk in range(buckets.chunks):
-            here = range(got.first_row[shard, chunk], got.first_row[shard, chunk + 1])
-            ends = got.draft_ends[shard, list(here)]
-            assert (np.diff(ends) <= 0).all()  # rows of long drafts are decided together
-            for place in here:
-                row = start + own.tolist().index(got.rows[shard, place])
-                order.append(row)
-                nodes = got.nodes[shard, place]
-                assert (nodes[lens[row] :] == -1).all()
-                slots = nodes[: lens[row]]
-                np.testing.assert_array_equal(
-                    got.tokens[chunk, shard, slots], tokens[row, : lens[row]]
-                )
-                np.testing.assert_array_equal(got.depths[chunk, shard, slots], np.arange(lens[row]))
-                assert got.draft_ends[shard, place] == draft_ends[row]
-        assert sorted(order) == list(range(start, start + len(own)))
-        start += len(own)
 
 
 # The truth ----------------------------------------------------------------------------------------
@@ -128,7 +90,7 @@ class Case:
     drafts: Drafts  # [B]
     draft_ends: np.ndarray  # [B]
     begins: list[np.ndarray]  # of each shard, rows that begin, as indices among all rows
-    running: np.ndarray  # [BATCH_SLOTS], row that decodes in each place, -1: it is free
+    running: np.ndarray  # [BATCH_SLOTS], row that decodes in each slot, -1: it is free
 
     @property
     def texts(self) -> np.ndarray:
@@ -176,11 +138,11 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=BATCH_SLOTS, **options)
     rng = np.random.default_rng(4)
     every = np.arange(B)
-    held = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
-    held = held.astype(np.int32)
-    wrong = np.where(every % 10 == 0, held, R)
+    begun = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
+    begun = begun.astype(np.int32)
+    wrong = np.where(every % 10 == 0, begun, R)
     if accept == "match":  # else all others would be right
-        wrong = np.minimum(wrong, rng.integers(held, R + 4))
+        wrong = np.minimum(wrong, rng.integers(begun, R + 4))
     tokens = drafts.tokens.copy()
     logprobs = drafts.sampling_logprobs.copy()
     for row in np.flatnonzero(wrong < R):
@@ -189,16 +151,16 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     drafts = dataclasses.replace(drafts, tokens=tokens, sampling_logprobs=logprobs)
     ends = np.where(every % 6 == 4, 0, drafts.lens)
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
-    max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
+    max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
     rows = ref.host(start_all_rows(spec, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
-    inside = np.arange(rows.tokens.shape[1]) < held[:, None]
+    inside = np.arange(rows.tokens.shape[1]) < begun[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(
         rows,
-        lens=held,
-        prefix_lens=held // 2,
-        last=np.where(held > 0, drafts.tokens[every, held - 1], rows.last),
+        lens=begun,
+        prefix_lens=begun // 2,
+        last=np.where(begun > 0, drafts.tokens[every, begun - 1], rows.last),
         tokens=np.where(inside, np.pad(drafts.tokens, margin), rows.tokens),
         policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
         sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
@@ -250,49 +212,25 @@ def draw(case: Case, scores: np.ndarray) -> np.ndarray:
     return np.asarray(drawn[0])
 
 
-def accept_block(noise, tokens, old, top_ids, old_top, new) -> tuple[int, np.ndarray]:
-    """Accepted tokens of a draft, and the weights [V] of the token after them, as algorithm 2 has
-    it: the k likeliest tokens of π_old are outcomes, all others together are one.
+def verify_block(case: Case, row: int, noise, tokens, new, old, sampled) -> tuple:
+    """Accepted tokens of a draft, and log-weights [V] of the token after them; None: the policy.
 
-    new: probabilities under π, at the draft's positions and after it.
+    sampled: log-probs [n + 1, V] at the draft's positions and after it. Others: [n], of its tokens.
     """
-
-    def outcomes(i: int) -> tuple[np.ndarray, np.ndarray]:
-        now = new[i][top_ids[i]]
-        before = np.exp(old_top[i])
-        return np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())
-
-    def gain(i: int, p: float) -> np.ndarray:
-        now, before = outcomes(i)
-        return np.maximum(p * now - before, 0)
-
-    joint = [1.0]
-    listed = True
-    for i, token in enumerate(tokens):
-        listed = token in top_ids[i]
-        now, before = outcomes(i)
-        ratio = new[i][token] / np.exp(old[i]) if listed else now[-1] / before[-1]
-        joint.append(min(1.0, joint[-1] * ratio))
-        if not listed:
-            break
-    last = len(joint) - 1
-    accepted = 0
-    for i in range(1, last + 1):
-        chance = joint[i]
-        if i < last:
-            total = gain(i, joint[i]).sum()
-            chance = total / (total + 1 - joint[i])
-        if noise[i - 1] <= chance:
-            accepted = i
-    if accepted < last:
-        weights = new[accepted] * gain(accepted, joint[accepted])[-1]
-        weights = weights / outcomes(accepted)[0][-1]
-        weights[top_ids[accepted]] = gain(accepted, joint[accepted])[:-1]
-        return accepted, weights
-    weights = new[accepted - (not listed)].copy()
-    if not listed:
-        weights[top_ids[accepted - 1]] = 0
-    return accepted - (not listed), weights
+    begun = case.rows.lens[row]
+    n = len(tokens)
+    ids = case.drafts.top_ids[row, begun : begun + n]
+    old_top = case.drafts.top_logprobs[row, begun : begun + n]
+    now_top = np.take_along_axis(sampled[:n], ids, axis=1)
+    listed = (tokens[:, None] == ids).any(axis=1)
+    kept, tail, scale, _ = block_by_hand(noise[:n], new[:n], old[:n], now_top, old_top, listed)
+    if np.isinf(scale) and not tail:
+        return kept, None
+    before = np.full(16, (1 - np.exp(old_top[kept]).sum()) / (16 - K))
+    before[ids[kept]] = np.exp(old_top[kept])
+    weights = residual_by_hand(np.exp(sampled[kept]), before, ids[kept], tail, scale)
+    with np.errstate(divide="ignore"):
+        return kept, np.log(weights)
 
 
 def expect(case: Case, params) -> tuple:
@@ -306,37 +244,36 @@ def expect(case: Case, params) -> tuple:
     weights = np.array(cut)
     accepted = np.zeros(B, int)
     for row in np.concatenate(case.begins):
-        held = rows.lens[row]
-        draft = slice(held, max(case.draft_ends[row], held))
+        begun = rows.lens[row]
+        draft = slice(begun, max(case.draft_ends[row], begun))
         tokens = case.drafts.tokens[row, draft]
-        new = sampled[row, held:R][np.arange(R - held), case.drafts.tokens[row, held:]]
-        old = case.drafts.sampling_logprobs[row, held:]
+        new = sampled[row, begun:R][np.arange(R - begun), case.drafts.tokens[row, begun:]]
+        old = case.drafts.sampling_logprobs[row, begun:]
         if rule.samples_anew:
             right = tokens == anew[row, draft]
         elif rule.cuts_draft:
             right = np.ones(len(tokens), bool)
         else:
-            right = np.log(noise[row, held:R]) <= LOG_LENIENCE + new - old
+            right = np.log(noise[row, begun:R]) <= LOG_LENIENCE + new - old
         accepted[row] = [*right[: len(tokens)], False].index(False)
         if rule.needs_distribution:
-            of_draft = (getattr(case.drafts, n)[row, held:] for n in ("top_ids", "top_logprobs"))
-            accepted[row], residual = accept_block(
-                noise[row, held:], tokens, old, *of_draft, np.exp(sampled[row, held:])
+            accepted[row], residual = verify_block(
+                case, row, noise[row, begun:], tokens, new, old, sampled[row, begun:]
             )
-            with np.errstate(divide="ignore"):
-                weights[row, held + accepted[row]] = np.log(residual)
+            if residual is not None:
+                weights[row, begun + accepted[row]] = residual
     after = draw(case, weights)
     verified = 0
     reused = 0
     for row in np.concatenate(case.begins):
-        held = rows.lens[row]
+        begun = rows.lens[row]
         kept = accepted[row]
-        new = [*case.drafts.tokens[row, held : held + kept], after[row, held + kept]]
-        new = new[: rows.max_lens[row] - held]
+        new = [*case.drafts.tokens[row, begun : begun + kept], after[row, begun + kept]]
+        new = new[: rows.max_lens[row] - begun]
         ends = [token in case.spec.eos_ids for token in new]
         new = new[: [*ends, True].index(True) + 1]
         for offset, token in enumerate(new):
-            at = row, held + offset
+            at = row, begun + offset
             rows.tokens[at] = rows.last[row] = token
             rows.policy_logprobs[at] = policy[*at, token]
             rows.sampling_logprobs[at] = sampled[*at, token]
@@ -349,12 +286,12 @@ def expect(case: Case, params) -> tuple:
         rows.done[row] = any(ends[: len(new)]) or rows.lens[row] == rows.max_lens[row]
         reused += min(kept, len(new))
         verified += min(kept, len(new))
-        verified += kept < case.draft_ends[row] - held and len(new) > kept
+        verified += kept < case.draft_ends[row] - begun and len(new) > kept
     return rows, [verified, reused]
 
 
 def slots_of(case: Case, prefixes) -> np.ndarray:
-    """int [BATCH_SLOTS]: the row that begins in each place, -1: none. A shard's rows take its free
+    """int [BATCH_SLOTS]: the row that begins in each slot, -1: none. A shard's rows take its free
     slots in order."""
     order = np.full(BATCH_SLOTS, -1)
     pieces = len(case.begins)
@@ -383,17 +320,17 @@ def check_rows(rows, expected) -> None:
 
 
 def check_case(case: Case, expected) -> None:
-    """Check that all happens: held tokens, rejected and accepted drafts, ends of all kinds."""
+    """Check that all happens: rows that hold tokens, drafts of all fates, ends of all kinds."""
     every = np.concatenate(case.begins)
-    held = case.rows.lens[every]
-    left = np.maximum(case.draft_ends[every] - held, 0)
+    begun = case.rows.lens[every]
+    left = np.maximum(case.draft_ends[every] - begun, 0)
     kept = (expected.prefix_lens - case.rows.prefix_lens)[every]
     assert {0, R} <= set(left)
     assert case.spec.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
     assert ((kept == left) & (left > 0)).any()
-    assert (held > 0).sum() > 3
-    assert (left[held > 0] > 0).any()
-    assert (left[held > 0] == 0).any()
+    assert (begun > 0).sum() > 3
+    assert (left[begun > 0] > 0).any()
+    assert (left[begun > 0] == 0).any()
     done = expected.done[every]
     full = (expected.lens == case.rows.max_lens)[every]
     assert (done & ~full).any()
@@ -461,27 +398,3 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
     trained = rows.index % (B // pieces) < B // pieces // 2
     unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
     np.testing.assert_array_equal(progress, unfinished.sum(axis=2).T)
-
-
-@pytest.mark.parametrize(
-    "accept",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x == "random")) for x in sorted(ACCEPTANCE_RULES)],
-)
-def test_no_chunks_blocks_and_shards_change_a_rollout(make_mesh, request, old_drafts, accept):
-    """Against a rollout of one chunk and one block. Rows wait for slots."""
-    drafts = drafts_for(accept, PLAIN, old_drafts)
-    stored = K if drafts.top_ids is not None else 0
-    options = {"accept": accept, "eos": EOS, "stored_logprobs": stored}
-    rollouts = []
-    for shape, slots in (((1, 1, 1), 0), ((2, 2, 2), 16)):
-        with jax.set_mesh(make_mesh(*shape)):
-            weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-            spec = ref.make_spec(ref.ONE_LAYER, max_rows=slots, **options)
-            rollout, stats = ref.run(
-                spec, weights, PROMPTS, STEP, drafts=ref.put_rows(drafts), log_lenience=LOG_LENIENCE
-            )
-            rollouts.append(ref.host(rollout))
-        assert stats.accepted_tokens == np.sum(rollouts[-1].prefix_lens) > 0
-        if not slots:
-            request.getfixturevalue("small")
-    ref.check_equal(*rollouts)

@@ -18,7 +18,7 @@ SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
 
 
 def random_rows(size=B, stored=K, seed=3) -> Rows:
-    """Rows of random values on the host; `index` is the place."""
+    """Rows of random values on the host; `index` is the row index."""
     rng = np.random.default_rng(seed)
 
     def numbers(*shape):
@@ -92,7 +92,7 @@ def test_an_empty_batch_holds_no_row(make_mesh, shape):
 @SHAPES
 @pytest.mark.parametrize("stored", [0, K])
 def test_gather(make_mesh, shape, stored):
-    """Places count on each shard."""
+    """Indices count on each shard."""
     all_rows = random_rows(stored=stored)
     row_ids = np.array([3, -1, 2, B], np.int32)
     with jax.set_mesh(make_mesh(*shape)):

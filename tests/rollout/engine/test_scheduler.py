@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
-from scheduler_cases import DRAFT_FIELDS, MAX_LENS, PROMPTS, B, R, go, spec_of
+from scheduler_cases import MAX_LENS, PROMPTS, B, R, go, spec_of
 
 from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
@@ -16,7 +16,6 @@ from specrl_jax.types import Source
 
 QUEUES = {
     "all at once": ONE_BUCKET,
-    "a queue": {"max_rows": 8},
     "a few at a time": {"max_rows": 3, **ONE_BUCKET},
     "many buckets": {"row_buckets": 4},
     "tree drafts": {"width": 4, **ONE_BUCKET},
@@ -171,31 +170,18 @@ def test_who_waits_by_hand(make_mesh):
     """4 groups of 2 rows on 2 shards; the last group of each is of the next step. Rows that hold
     tokens come first, those that are done do not wait."""
     none = np.zeros(8, np.int32)
-    held = none.copy()
-    held[[1, 5]] = 3
+    begun = none.copy()
+    begun[[1, 5]] = 3
     done = none > 0
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, draft_ends=none
+            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
     assert scheduler.waiting == [[1, 0], [5]]
     assert scheduler.next_step == [[2, 3], [6, 7]]
-
-
-@pytest.mark.parametrize("with_drafts", [False, True])
-def test_a_rollout_on_four_shards(make_mesh, base, with_drafts):
-    """Lengths of 1 to 8, so that shards end at different times."""
-    plain, endless, _ = base
-    lens = np.minimum(plain.lens, np.arange(B) % 5)
-    with jax.set_mesh(make_mesh(2, 2, 2)):
-        old = as_drafts(endless, lens) if with_drafts else None
-        rollout, stats = go(spec_of(max_rows=16), drafts=old)
-        check_equal(rollout, plain, but=DRAFT_FIELDS)
-        np.testing.assert_array_equal(rollout.prefix_lens, lens if with_drafts else 0 * lens)
-    assert len({rows for rows, *_ in stats.decode_runs}) > 1
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, base):
