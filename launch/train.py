@@ -45,7 +45,7 @@ def main() -> None:
         with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
             config = flags.FLAGS.config
             runtime.start(config, given=cli.given_fields())
-            from specrl_jax.train import train
+            from specrl_jax.train import train  # takes seconds
 
             workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
             print(f"workdir: {workdir}", flush=True)

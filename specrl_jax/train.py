@@ -1,4 +1,7 @@
-"""Loop and step of a run: collect a batch, update on it, and evaluate and save on the way."""
+"""Run: `train` sets up, `prepare` compiles, `loop` makes steps, evaluates and saves.
+
+A `step` collects a batch and updates on it.
+"""
 
 import copy
 import dataclasses

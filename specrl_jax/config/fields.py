@@ -150,9 +150,9 @@ EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
 
 # Rows -----------------------------------------------------------------------------------------
 
-# Who may change a field.
-ORIGIN = "a run that begins with another's checkpoint"
-RUN = "that, and a resumed run"
+# When a field may change.
+ORIGIN = "where a run begins with another's checkpoint"
+RUN = "there, and where a run is resumed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Field:
     kind: Kind
     when: tuple[When, ...]  # it has an effect where all hold; the first that does not is told
     idle: Any = None  # value that holds anyway where it has no effect, and so may be given
-    may_change: str = ""  # ORIGIN or RUN; "": nobody, once a run has begun
+    may_change: str = ""  # ORIGIN or RUN; "": never, once a run has begun
     task: Any = None  # value where there is no task yet; None: it is of no task
     files: Any = None  # the same where the task comes from files or a data set
 

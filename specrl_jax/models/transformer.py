@@ -260,8 +260,8 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """Return the rollout's weights, made once a step: a copy for decode steps, and as `stacked` the
-    layers as they are, which rows that begin use."""
+    """Return the weights of one rollout: a copy for decode steps, and as `stacked` the layers as
+    they are, which rows that begin use."""
     return copy_weights(config, params) | {"stacked": params["layers"]}
 
 

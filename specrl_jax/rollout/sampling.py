@@ -261,12 +261,14 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
     inner = (None,) * (scores.ndim - 2)
 
     @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
-    def pick(scores: Array, ids: Array) -> Array:
+    def pick_own(scores: Array, ids: Array) -> Array:
         local, here = _local(scores, ids)
         values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
         return jnp.where(here, values, 0.0)[..., None, :]
 
-    pieces = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
+    pieces = pick_own(
+        reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
+    )
     # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
     values = jnp.sum(pieces, axis=-2)
     if log_z is None:

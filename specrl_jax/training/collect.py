@@ -120,6 +120,8 @@ class RunningAhead(WholeRollout):
         batch = super().batch(run, state, rollouts)
         begun = state.run_ahead
         lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `to_verify`
+            lens = np.where(rollouts[0].on_kept_noise, 0, lens)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
             share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
@@ -150,7 +152,8 @@ class PartialRollout(WholeRollout):
         size = config.prompts_per_step
         # No more than the rest of the run trains on: its last step leaves nothing unfinished.
         rest = max(run.total_steps - state.step + 1, 1) * size
-        count = min(size + config.partial, rest)
+        # But all that has begun, where the run was made shorter.
+        count = max(min(size + config.partial, rest), len(begun))
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
         fillers = size + config.partial - count
@@ -212,7 +215,8 @@ class WaitingGroups(WholeRollout):
         return TrainBatch(prompts, rollout, rewards, values)
 
 
-# A run's way is the first that its configuration asks for. None asks for two of the first three.
+# A run's way is the first that its configuration asks for. `config.cross_rules` refuses a
+# configuration that asks for two of the first three.
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
@@ -249,10 +253,9 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     keeps all: its tokens are exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
-    rule = run.rollout_spec.accept
-    unsolved = state.store.unsolved(prompts)
-    if rule.exact or not share:
+    if run.rollout_spec.accept.exact or not share:
         return drafts
+    unsolved = state.store.unsolved(prompts)
     group = len(drafts.lens) // len(unsolved)
     left_out = np.zeros((len(unsolved), group), bool)
     for row in np.flatnonzero(unsolved):

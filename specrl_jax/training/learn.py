@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from specrl_jax import hosts
@@ -113,10 +115,15 @@ def _update_by_mini_batches(
     values |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
         values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    steps = state.step - frozen_steps(run.config)
-    updates = steps * len(mini_batches) * settings.passes - state.skipped
+    updates = _count_updates(state.train.opt_state)
     values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in values.items()}
+
+
+def _count_updates(opt_state: Any) -> int:
+    """Return how many updates an optimizer has made."""
+    (_, count), *_ = optax.tree.get_all_with_path(opt_state, "count")
+    return int(hosts.fetch(count))
 
 
 def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -223,7 +230,7 @@ _STAGES = {
 def finite_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
-    """Return the scalars of the updates that were not skipped; count the others in `state`.
+    """Return the scalars of the updates that were not skipped; count in `state` those in a row.
 
     Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
     or `updates.skip_nonfinite` updates in a row were skipped.
@@ -245,7 +252,6 @@ def finite_updates(
                 f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
                 f"now {fields[field]}"
             )
-        state.skipped += 1
     return made
 
 

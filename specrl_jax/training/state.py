@@ -174,8 +174,7 @@ class RunState:
     origin: Origin
     kept_noise: KeptNoise
     step: int = 0  # finished steps; within a step, its number
-    skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
-    skipped_in_row: int = 0  # those since the last that was made
+    skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
     reference: Reference | None = None  # with a KL penalty, and with adapters
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
@@ -260,15 +259,14 @@ class RunState:
 
     def host(self) -> dict[str, Any]:
         """Return the host's part of a checkpoint, JSON-able."""
-        skipped = (self.skipped, self.skipped_in_row)
-        own = {"step": self.step, "skipped": skipped, "machine": machine()}
+        own = {"step": self.step, "skipped_in_row": self.skipped_in_row, "machine": machine()}
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Take over a checkpoint; a part that it does not have stays as it is."""
         self.step = host["step"]
         self.train = arrays["train"]
-        self.skipped, self.skipped_in_row = host["skipped"]
+        self.skipped_in_row = host["skipped_in_row"]
         for name, part in self.parts.items():
             if name in host:
                 setattr(self, name, part.restore(host[name], arrays.get(name, {})))

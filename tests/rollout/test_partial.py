@@ -12,6 +12,7 @@ from small_runs import records, small_config
 from specrl_jax import train as loop
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.rollout.carry_over import Resumed
+from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Source
 
 Q, X, G, R = 4, 2, 4, 8
@@ -250,3 +251,19 @@ def test_what_a_run_records(mesh, tmp_path):
 def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):
     with pytest.raises(ValueError, match=r"^rollout.prompts_per_step \+ rollout.partial must be"):
         loop.train(small_config({"rollout.partial": 8}), tmp_path / "run")
+
+
+def test_a_run_made_shorter_takes_up_all_that_has_begun(mesh):
+    """Six groups have begun, and the last step trains on two."""
+    config = small_config({
+        "rollout.prompts_per_step": 2, "rollout.partial": 6, "data.prompts": 14,
+        "updates.mini_batch_size": 16,
+    })  # fmt: skip
+    run, params = build(config)
+    state = init_state(run, params)
+    begun = [example.prompt_id for example in state.stream.take(6).examples]
+    state.resumed = dataclasses.replace(state.resumed, prompt_ids=tuple(begun))
+    state.step = 3
+    prompts, carry_over = run.collector.next_prompts(dataclasses.replace(run, total_steps=3), state)
+    assert [example.prompt_id for example in prompts.examples[:6]] == begun
+    assert (len(prompts.lens), carry_over.fillers) == (8, 2)

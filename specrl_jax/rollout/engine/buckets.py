@@ -28,6 +28,8 @@ BLOCK_BYTES_ELSEWHERE = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
+    """Shapes of a rollout's programs; `rows` are the sizes of its batch."""
+
     model: ModelConfig
     num_rows: int  # slots of the running batch, a multiple of `multiple`
     prompt_slots: int  # P

@@ -58,8 +58,8 @@ class StopCondition:
         refill_at: int | np.ndarray = -1,
         max_left: int = 0,
     ) -> "StopCondition":
-        """Take numbers on the host: a device array for each would cost it half a millisecond a run.
-        refill_at: int, or int [shards]."""
+        """Return the condition. Its numbers stay on the host, as a device array for each would
+        cost half a millisecond a run. refill_at: int, or int [shards]."""
         bounds = np.broadcast_to(refill_at, shards("batch")).astype(np.int32)
         return cls(
             np.int32(max_steps),
