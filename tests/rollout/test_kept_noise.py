@@ -213,6 +213,7 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
         loop.train(small_config(changes | fresh), tmp_path / "fresh")
         by_chance = sum(r["rollout/tokens_reused"] for r in records(tmp_path / "fresh")[1:])
         assert saved[0] > 1.3 * by_chance
+    assert all(0 <= r.get("rollout/run_ahead_accepted", 0) <= 1 for r in drafted)
     if way == "run ahead alone":
         # Every step begins the next one's responses; all but the first have some.
         begun = [0, *(r["rollout/tokens_run_ahead"] for r in drafted)]
