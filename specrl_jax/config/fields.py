@@ -146,6 +146,7 @@ BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))
 EASY_TO_HARD = When("curriculum.name", _chooses_prompts("EasyToHard"))
 BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
 WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
 EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
 
 # Rows -----------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ FIELDS: dict[str, Field] = {
     # -- the run -----------------------------------------------------------------------------------
     # launch/evaluate.py and generate.py read temperature and batch size too.
     "evaluate.every": _row(integer(), may_change=RUN),
-    "evaluate.samples": _row(integer(1), EVALUATED, may_change=RUN),
+    "evaluate.samples": _row(integer(1), EVALUATED, SAMPLED, idle=1, may_change=RUN),
     "evaluate.temperature": _row(GREEDY_OR_WARM, may_change=ORIGIN),
     "evaluate.batch_size": _row(integer(1), may_change=RUN),
     "checkpoint.every": _row(integer(1), may_change=RUN),

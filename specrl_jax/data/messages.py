@@ -23,6 +23,8 @@ def read_prompt(value: Any) -> str | Messages:
     for message in messages:
         if isinstance(message, dict) and _calls_tools(message):
             message.setdefault("content", None)  # as templates know it beside calls
+    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        messages[-1].setdefault("content", "")
     if not messages or not all(map(_is_message, messages)):
         raise ValueError(
             "data.prompt_field must hold text or a list of messages with role and content, "

@@ -14,11 +14,22 @@ WORD = re.compile(
 )
 _JOINT = re.compile(r"[\s$]*(?:[,;]?\s*(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?|[,;])[\s$]*")
 _HASHED = re.compile(r"(?<!#)####(?!#)[^\S\n]*\n?[^\S\n]*([^\n#]*)")
-_ANSWER_START = re.compile(  # "#### Step 2" and "#### 1. Add them" are headings
-    r"(?!\d[.):]\s+\W{0,3}[A-Z])[\s*_$£€¥<(\[{+\-−±~≈]*"
-    r"(?:\.?\d|\\(?!text)|√|π|[A-Za-z]\s*=|[A-J]\W*$)"
+_ANSWER_START = re.compile(  # "#### Step 2" is a heading
+    r"[\s*_$£€¥<(\[{+\-−±~≈]*(?:Rs\.?\s*)?(?:\.?\d|\\(?!text)|√|π|[A-Za-z]\s*=|[A-J]\W*$)"
 )
-_CLAUSE = re.compile(rf"[.,;:!?]\s+(?={WORD.pattern})|\b(?:because|since)\b")
+_HEADING = re.compile(r"\W{0,3}(?:\d[.):]|\d\.\d\.?)\s+\W{0,3}[A-Z][a-z]")  # "#### **1. Add them**"
+_CLAUSE = re.compile(
+    rf"[.,;:!?]\s+(?={WORD.pattern})|[.!?]\s+(?=[A-Z])|\s\((?=[^()]*[A-Za-z]{{2}})|"
+    r"\b(?:because|since)\b"
+)
+_UNIT = (
+    r"(?:[kcm]?m|in|ft|yd|mi|[mk]?g|lbs?|oz|m?[lL]|s|h|hrs?|min|day|week|month|year|hour|gal"
+    r"|[AaPp]\.?[Mm]\.?|[kM]?W|V|J|N|Hz|°\s*[CFK]?|[¢€£%])(?:\^?\{?[23]\}?|[²³])?"
+)
+_BLANK = r"(?:\\?[,;]|\\ |\s|\\(?:text|mathrm)\s*\{)*"
+_WITH_UNIT = re.compile(
+    rf"(?:Rs\.?\s*)?([-+−]?\s*\$?[\d,]*\.?\d+){_BLANK}(?:/?\s*{_UNIT}(?:\s*/\s*{_UNIT})*)?[\s.}}]*"
+)
 
 
 def marked_answer(text: str) -> str | None:
@@ -27,6 +38,11 @@ def marked_answer(text: str) -> str | None:
     inner = text if tagged is None else tagged
     _, last = max(_last_boxed(inner), _last_hashed(inner))
     return tagged if last is None else last
+
+
+def without_unit(answer: str) -> str:
+    """Return the number of an answer that is a number and a unit, as 5 of "5 km/h"."""
+    return match[1] if (match := _WITH_UNIT.fullmatch(answer)) else answer
 
 
 def _last_tagged(text: str) -> str | None:
@@ -41,7 +57,9 @@ def _last_hashed(text: str) -> tuple[int, str | None]:
     The content ends with the line, or where another clause begins.
     """
     for match in reversed(list(_HASHED.finditer(text))):
-        if _ANSWER_START.match(match[1]):
+        # On the last line a number and a sentence are an answer: "#### 5. He keeps 3."
+        is_heading = _HEADING.match(match[1]) and text[match.end() :].strip()
+        if _ANSWER_START.match(match[1]) and not is_heading:
             content = _CLAUSE.split(match[1])[0].strip()
             return match.start(), content.lstrip("*_` <").rstrip("*_` >.,;:")
     return -1, None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.code import score_code
 from specrl_jax.rewards.code_forms import read_tests
-from specrl_jax.rewards.marks import WORD, marked_answer
+from specrl_jax.rewards.marks import WORD, marked_answer, without_unit
 
 # A response that thinks once, then answers.
 FORMAT = r"\s*<think>(?!\s*</think>)((?!</?think>).)+</think>(?=\s*\S)((?!</?think>).)+"
@@ -47,6 +47,8 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     marked, text = _math_candidate(response)
     if marked == answer.strip():
         return 1.0
+    if marked is not None and _PLAIN_NUMBER.fullmatch(answer.strip()):
+        text = without_unit(text)
     from math_verify import verify
 
     gold_letter, gold_text = _choice(_plain_numbers(answer.strip()))
@@ -205,6 +207,7 @@ def _reasoning_gym_scorer(task: str):
     return reasoning_gym.get_score_answer_fn(task)
 
 
+_PLAIN_NUMBER = re.compile(r"[-+−$]*[\d,]*\.?\d+")
 _VALUE = re.compile(r"[\d\\√π]")
 _MARKS = " \t\n*$.,;:!?\"'`#"
 _LABEL = re.compile(  # (B), B), B. or B: before a value; B alone

@@ -90,6 +90,7 @@ IDLE_BY_REASON = [
     ({"train.steps": 8}, "train.steps", "8", "0", {"train.epochs": 2}),
     ({"evaluate.every": 0}, "evaluate.every", "0", "8",
      {"evaluate.samples": 4, "checkpoint.keep_best": 2}),
+    ({"evaluate.temperature": 0.0}, "evaluate.temperature", "0.0", "1.0", {"evaluate.samples": 4}),
 ]  # fmt: skip
 IDLE = [
     (field, value, *reason) for *reason, fields in IDLE_BY_REASON for field, value in fields.items()

@@ -46,6 +46,8 @@ def test_an_empty_last_message_of_the_assistant_is_a_generation_prompt(blank):
     assert read_prompt([USER, empty, empty | {"name": "bot"}]) == (USER,)
     begun = {"role": "assistant", "content": "It is"}
     assert read_prompt([USER, empty, begun]) == (USER, empty, begun)
+    assert read_prompt([USER, {"role": "assistant", "content": None}]) == (USER,)
+    assert read_prompt([USER, {"role": "assistant"}]) == (USER,)
     assert not asks(read_prompt([empty]))
     assert not asks(read_prompt([USER | {"content": blank}, empty]))
 
@@ -54,7 +56,7 @@ def test_an_empty_last_message_of_the_assistant_is_a_generation_prompt(blank):
     ("prompt", "message"),
     [
         ([], r"must hold text or a list of messages with role and content, got '\[\]'"),
-        ([USER, {"role": "assistant", "content": None}], "must hold text or a list of messages"),
+        ([{"role": "assistant", "content": None}, USER], "must hold text or a list of messages"),
         ([{"role": "user", "tool_calls": [CALL]}], "must hold text or a list of messages"),
         ([{"content": "2 + 2?"}], "must hold text or a list of messages"),
         ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "with tool_calls$"),
