@@ -148,7 +148,8 @@ def test_values_at_the_limits_are_taken():
     for lenience in (0.0, math.inf):
         validate(small_runs.small_config({"rollout.lenience": lenience}))
     for name in ("k2", "k1+", "k3+"):
-        validate(small_runs.small_config(KL | {"algorithm.kl_estimator": name}))
+        penalty = {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": name}
+        validate(small_runs.small_config(penalty))
 
 
 def test_a_preset_that_multiturn_does_not_have():
