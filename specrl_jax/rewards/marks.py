@@ -6,6 +6,7 @@ All of a text is searched, in time linear in its length.
 import re
 
 MAX_JOINT = 100  # characters between two boxes of one answer
+MAX_WITH_UNIT = 100  # characters of a number and its unit
 
 # What math-verify knows by name is no word, nor is what joins the parts of an answer.
 WORD = re.compile(
@@ -42,7 +43,9 @@ def marked_answer(text: str) -> str | None:
 
 def without_unit(answer: str) -> str:
     """Return the number of an answer that is a number and a unit, as 5 of "5 km/h"."""
-    return match[1] if (match := _WITH_UNIT.fullmatch(answer)) else answer
+    # The pattern's time is quadratic in digits and blanks.
+    match = _WITH_UNIT.fullmatch(answer) if len(answer) <= MAX_WITH_UNIT else None
+    return match[1] if match else answer
 
 
 def _last_tagged(text: str) -> str | None:
