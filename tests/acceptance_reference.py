@@ -1,4 +1,4 @@
-"""The acceptance rules as tests call them, jitted, on host arrays; and the same by hand."""
+"""Acceptance rules as tests call them, jitted, on host arrays; and the same by hand."""
 
 import math
 

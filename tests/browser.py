@@ -96,7 +96,7 @@ class Page:
             time.sleep(0.05)
 
     def run(self, script: str):
-        """The value of an expression; of a promise, what it comes to."""
+        """Return the value of an expression; of a promise, its result."""
         done = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )

@@ -161,7 +161,7 @@ class Field:
     """One row: all that is said of a field, but for its default and its comment."""
 
     kind: Kind
-    when: tuple[When, ...]  # it has an effect where all hold; the first that does not is told
+    when: tuple[When, ...]  # it has an effect where all hold; the first that does not is named
     idle: Any = None  # value that holds anyway where it has no effect, and so may be given
     may_change: str = ""  # ORIGIN or RUN; "": never, once a run has begun
     task: Any = None  # value where there is no task yet; None: it is of no task

@@ -40,7 +40,7 @@ def get(config: ConfigDict, field: str) -> Any:
 class Kind:
     """Rules of what a field may hold."""
 
-    rules: tuple[Rule, ...] = ()  # the first that is broken is told
+    rules: tuple[Rule, ...] = ()  # the first that is broken is named
     names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
 
     def choices(self) -> tuple[str, ...]:

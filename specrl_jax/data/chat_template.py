@@ -10,7 +10,7 @@ from specrl_jax.inputs import one_line
 
 Messages = tuple[dict, ...]
 
-# What a chat template is told of the date.
+# The date that every chat template gets.
 _TODAY = datetime.date(2025, 1, 1)
 _ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 _MARK = "\u241e"  # stands for a response, and for the end of a prompt

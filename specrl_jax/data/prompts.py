@@ -341,7 +341,7 @@ def encode_response(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _without_ends(text: str, ends: tuple[str, ...]) -> str:
-    """Return the text without ends of a response, and blanks behind them."""
+    """Return the text without ends of a response, and without blanks after them."""
     while text.endswith(ends) or text.rstrip().endswith(ends):
         text = text if text.endswith(ends) else text.rstrip()
         text = text.removesuffix(next(filter(text.endswith, ends)))

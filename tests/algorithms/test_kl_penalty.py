@@ -1,4 +1,4 @@
-"""The KL penalty in the loss: its expected gradient, by a sum over all tokens that may be sampled.
+"""KL penalty in the loss: its expected gradient, by a sum over all tokens that may be sampled.
 
 A policy is its logits; π is the policy that is trained, old the one that the tokens came from.
 """

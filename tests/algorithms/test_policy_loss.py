@@ -120,7 +120,7 @@ def test_a_given_row_has_its_likelihood_alone(aggregation, loss):
 
 
 def test_metrics_by_hand():
-    """The KL that is reported is k3 without weights, whichever is trained on."""
+    """Whichever is trained on, k3 without weights is reported."""
     ratio = np.array([[1.5, 1.0, 9.9], [0.5, 1.0, 1.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
     entropy = np.array([[1, 2, 99], [3, 4, 5]], np.float32)

@@ -19,7 +19,7 @@ def norm(tree) -> float:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_weights_with_their_adapters_added(mesh, tmp_path, name):
-    """What differs is what was learned."""
+    """Two models differ by what was learned."""
     model, frozen, adapters = make(name)
     frozen = jax.device_get(frozen)
     merged = merged_by_hand(model, frozen, adapters)

@@ -135,7 +135,7 @@ def test_where_no_step_is_intact_a_new_directory_is_advised(tmp_path, mesh):
 
 
 def _by_hand(x: np.ndarray) -> int:
-    """The formula in Python's integers."""
+    """Compute the formula in Python's integers."""
     words = x.reshape(-1).view(f"u{x.dtype.itemsize}").tolist()
     total = 0
     for i, word in enumerate(words):

@@ -15,7 +15,7 @@ from specrl_jax.process import runtime
 
 @pytest.fixture
 def restored():
-    """The mesh and the cache folder of the process, put back after the test."""
+    """Put the process's mesh and cache folder back after the test."""
     before, folder = jax.sharding.get_mesh(), jax.config.jax_compilation_cache_dir
     yield
     jax.set_mesh(before)
@@ -50,7 +50,7 @@ COMMAND = f"pip install 'jax[cuda]=={jax.__version__}'"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """The root of a machine with a GPU, whose user asked for no platform and has no plugin."""
+    """Root of a machine with a GPU, whose user asked for no platform and has no plugin."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
