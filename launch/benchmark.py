@@ -2,11 +2,12 @@
 
     python launch/benchmark.py rollout [--size=27m]      a rollout with drafts of earlier responses
     python launch/benchmark.py device [--size=27m]       all that a GPU or TPU reaches of its limits
+    python launch/benchmark.py training [--size=27m]     whole steps, by kind of draft
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
 
-Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; for `device` on a GPU or TPU smollm2
-and qwen3_1p7b: it builds and times everything on an H100 in under ten minutes.
+Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
+smollm2 and qwen3_1p7b for `device`.
 --config=FILE[:PRESET] is configs/grpo.py:tiny where it is left out; --config.FIELD=VALUE changes
 it. --json=FILE writes the figures.
 """
@@ -28,7 +29,7 @@ from specrl_jax.config import cli
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
-_OF_SIZE = ("rollout", "device")
+_OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
 _BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
 
@@ -73,11 +74,9 @@ def measure(args: argparse.Namespace) -> None:
         runtime.use_compilation_cache()
         jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
         numbers = {name: getattr(args, name) for name in _NUMBERS}
-        if args.benchmark == "device":
-            config = runpy.run_path(str(_CONFIG))["get_config"]("tiny")
-            report = run(config, args.size, numbers, log)
-        else:
-            report = run(args.size or "tiny", numbers, log)
+        if args.benchmark == "training":
+            run = functools.partial(run, runpy.run_path(str(_CONFIG))["get_config"]("tiny"))
+        report = run(args.size, numbers, log)
     print(report.to_text())
     if args.json:
         report.write_json(args.json)

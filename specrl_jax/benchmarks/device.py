@@ -1,8 +1,8 @@
 """Benchmark `device`: what a GPU or TPU reaches of its own limits, in under ten minutes.
 
-Parts run one after another, and one that fails is a line of the table. A whole training step comes
-first: a device counts its peak of memory once for a process. All rollouts are of policies to which
-every token is equally likely, so that drafts hold whatever the rounding.
+Parts run one after another, and one that fails is a line of the table. First the kernels are held
+against the reference, on this device. All rollouts are of policies to which every token is equally
+likely, so that drafts hold whatever the rounding.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax import train
 from specrl_jax.benchmarks.rollout import (
     GROUP,
     Log,
@@ -31,9 +30,8 @@ from specrl_jax.benchmarks.rollout import (
     random_weights,
     run_case,
     seconds_of,
-    without_end,
 )
-from specrl_jax.compile import programs, shapes
+from specrl_jax.compile import programs
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
@@ -45,8 +43,6 @@ from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
-from specrl_jax.training.build import build, init_state
-from specrl_jax.training.run_log import RunLog
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.
@@ -57,23 +53,23 @@ SIZES = {
 BANDWIDTH_GOAL = 0.7
 PEAK_GOAL = 0.4
 DRAFTS_GOAL = 4.0
+FAR_GOAL = 0.02  # of bfloat16, whose last bit is 0.4 or 0.8 %, from float32
 WIDTH_GOAL = 1.5  # the seconds of the widest step, against those of width 1
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
 STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
 _TIMED_STEPS = 32  # of a timed call
 _ROUNDS = 3  # the fastest counts
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
-STEP_TOKENS = 128  # of a response in a training step
 # A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
-def measure_device(config, name: str | None, changes: dict[str, int], log: Log) -> Report:
+def measure_device(name: str | None, changes: dict[str, int | None], log: Log) -> Report:
     """Return a line for each figure, with its goal where it has one.
 
-    config: of the training step, whose model, lengths and rows are replaced. name: of a size;
-    None: those of `SIZES`, `tiny` on a CPU. changes: of the size's numbers, None for its own.
+    name: of a size; None: those of `SIZES`, `tiny` on a CPU. changes: of the size's numbers, None
+    for its own.
     """
     on_cpu = jax.default_backend() == "cpu"
     start = time.perf_counter()
@@ -83,7 +79,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     sizes = {n: _with_kernels(size) for n, size in sizes.items()}
     rows = []
     failed = False
-    for part_name, part in _parts(config, sizes).items():
+    for part_name, part in _parts(sizes).items():
         try:
             if (spent := time.perf_counter() - start) > LAST_BEGIN:
                 raise TimeoutError(f"not begun, after {spent:.0f} s; --size runs less")
@@ -107,12 +103,11 @@ def _with_kernels(size: Size) -> Size:
     return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
 
 
-def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
-    first = next(iter(sizes))
-    parts: dict[str, Part] = {
-        f"training step, {first}": functools.partial(_training, first, config, sizes[first]),
-        "limits": functools.partial(_limits, sizes[first].model.dtype),
-    }
+def _parts(sizes: dict[str, Size]) -> dict[str, Part]:
+    first = next(iter(sizes.values()))
+    parts: dict[str, Part] = {"limits": functools.partial(_limits, first.model.dtype)}
+    for name, size in sizes.items():
+        parts |= {f"kernels, {name}": functools.partial(_kernels, name, size)}
     for name, size in sizes.items():
         kinds = {"decode": _decode, "steps": _steps, "extend": _extend}
         for kind, part in kinds.items():
@@ -139,66 +134,65 @@ def _repeat(call: Callable[[], float]) -> float:
     return float(np.median(values))
 
 
-# A whole step ------------------------------------------------------------------------------------
+# Kernels -----------------------------------------------------------------------------------------
 
 
-def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
-    """Time steps without drafts and with drafts that hold; compare memory with the compiler's."""
-    config = _step_config(config, size)
-    seconds = {}
-    for draft in ("none", "previous"):
-        config.rollout.draft = draft
-        with contextlib.redirect_stdout(sys.stderr):
-            run, params = build(config)
-        # No token ends a response, and all are equally likely.
-        spec = without_end(run.rollout_spec)
-        run = dataclasses.replace(run, rollout_spec=spec)
-        state = init_state(run, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
-        del params
-        kept = shapes.device_bytes(state.arrays())
-        listed = programs.run_programs(shapes.of_run(run))
-        compiled = programs.compile_all(listed)
-        needed = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)
+def _kernels(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """Compare attention by the size's kernels with the reference in float32."""
+    model = size.model
+    slots = round_slots(size.prompt_len + size.response_len)
+    rng = np.random.default_rng(0)
+    rows = 4
 
-        def step(run=run, state=state) -> float:
-            return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
+    def draw(shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.normal(size=shape)).astype(np.float32)
 
-        with run.scorer.pool:
-            for _ in range(2):  # the first has no drafts
-                step()
-            seconds[draft] = _repeat(step)
-        note = f"{size.rows} rows of {config.rollout.response_len} tokens"
-        yield _figure(f"step, drafts {draft}, {name}", seconds[draft], "s", note)
-    times = seconds["none"] / seconds["previous"]
-    yield _figure(f"step with drafts, {name}", times, "x plain", "all held")
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    note = f"the compiler says {needed / 1e9:.2f} GB, peak "
-    note += f"{peak / 1e9:.2f} GB" if peak else "unknown on this platform"
-    yield _figure(f"memory, {name}", peak and peak / needed, "of the compiler's", note)
+    # Each sequence holds tries, one after another: no token is seen from outside its own.
+    cuts = np.sort(rng.integers(1, slots, (rows, 8)), axis=1)
+    ends = [np.append(cut, slots)[np.searchsorted(cut, np.arange(slots), "right")] for cut in cuts]
+    ends = put(np.array(ends, np.int32), "batch", None)
+    q = draw((rows, slots, model.num_heads, model.head_dim), model.head_dim**-0.5)
+    k, v = draw((2, rows, slots, model.num_kv_heads, model.head_dim))
+
+    def packed(kernels: tuple[str, ...], q: jax.Array, *keys_and_values: jax.Array) -> list:
+        attend = functools.partial(attention.attend_packed, ends_BT=ends, kernels=kernels)
+        out, pull = jax.vjp(attend, q, *keys_and_values)
+        return [out, *pull(jnp.ones_like(out))]
+
+    values = [put(x, "batch", None, "heads", None) for x in (q, k, v)]
+    for what, far in zip(("outputs", "of q", "of k", "of v"), _distances(packed, model, values)):
+        what = what if what == "outputs" else f"gradients {what}"
+        yield _distance(f"packed attention, {what}, {name}", far, "packed" in model.kernels)
+    layer = [draw(x.shape) for x in init_cache(model, rows, slots)[0]]
+    start = put(rng.integers(0, slots - size.max_width, rows).astype(np.int32), "batch")
+
+    def cached(kernels: tuple[str, ...], q: jax.Array, *layer: jax.Array) -> list:
+        return [attention.attend(q, layer, start, model.num_kv_heads, kernels=kernels)]
+
+    for width in (1, size.max_width):
+        values = [put(q[:, :width], "batch", None, "heads", None)]
+        values += [put(x, "batch", *(None,) * (x.ndim - 1)) for x in layer]
+        (far,) = _distances(cached, model, values)
+        figure = f"attention over the cache, width {width}, {name}"
+        yield _distance(figure, far, "cached" in model.kernels)
 
 
-def _step_config(config, size: Size):
-    """Return `config` with the size's layers and rows; a step is an epoch and an update."""
-    config = config.copy_and_resolve_references()
-    sizes = ("family", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads")
-    prompts = size.rows // config.rollout.group_size
-    changes = {f"model.{field}": getattr(size.model, field) for field in (*sizes, "head_dim")}
-    changes |= {
-        "data.prompts": prompts,
-        "rollout.prompts_per_step": prompts,
-        "rollout.response_len": min(size.response_len, STEP_TOKENS),
-        "rollout.row_buckets": 1,
-        "rollout.adaptive": False,
-        "updates.mini_batch_size": size.rows,
-        "updates.skip_no_signal": False,
-        "updates.learning_rate": 1e-9,
-        "updates.schedule": "constant",
-        "warmup.steps": 0,
-        "evaluate.every": 0,
-        "train.steps": 1_000,
-    }
-    config.update_from_flattened_dict(changes)
-    return config
+def _distances(attend: Callable[..., list], model: ModelConfig, values: list) -> list[float]:
+    """Return the largest difference of each result, as a share of its largest value."""
+    own = jax.jit(functools.partial(attend, model.kernels))(
+        *[x.astype(model.dtype) for x in values]
+    )
+    with jax.default_matmul_precision("highest"):
+        true = jax.jit(functools.partial(attend, ()))(*values)
+    pairs = [(np.asarray(a, np.float32), np.asarray(b)) for a, b in zip(own, true)]
+    return [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs]
+
+
+def _distance(figure: str, far: float, kernel: bool) -> dict[str, Any]:
+    met = "yes" if far <= FAR_GOAL else "no"
+    note = "by a kernel" if kernel else "by the reference"
+    row = {"figure": figure, "value": far, "of": "of the largest value", "goal": f"<= {FAR_GOAL:g}"}
+    return row | {"met": met, "note": note}
 
 
 # Limits ------------------------------------------------------------------------------------------

@@ -259,8 +259,12 @@ def case_figures(
 # The benchmark ------------------------------------------------------------------------------------
 
 
-def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Report:
-    """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`."""
+def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) -> Report:
+    """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`.
+
+    name: of a size; None: `tiny`.
+    """
+    name = name or "tiny"
     size = choose(name, **changes)
     # The longest is 8 times the median.
     lens = long_tailed(size.rows, size.response_len, size.response_len / 8)

@@ -1,5 +1,6 @@
 """Every benchmark at its smallest through launch/benchmark.py, and its parts by hand."""
 
+import dataclasses
 import json
 import math
 import runpy
@@ -9,7 +10,7 @@ import pytest
 import rollout_reference as ref
 from small_runs import ONE_DEVICE, ROOT, launch
 
-from specrl_jax.benchmarks import device
+from specrl_jax.benchmarks import device, training
 from specrl_jax.benchmarks.device import decode_bytes, forward_flops
 from specrl_jax.benchmarks.rollout import (
     SIZES,
@@ -88,15 +89,45 @@ def test_device(run, monkeypatch):
     steps = [rows[f"step, width {width}, 8 rows, tiny"] for width in (1, 2)]
     assert steps[0]["value"] == 1
     assert steps[1]["met"] == ("yes" if steps[1]["value"] <= 1.5 else "no")
-    both = [rows[f"step, drafts {draft}, tiny"]["value"] for draft in ("none", "previous")]
-    assert rows["step with drafts, tiny"]["value"] == pytest.approx(both[0] / both[1])
-    assert rows["memory, tiny"]["note"].startswith("the compiler says 0.0")
+    kernels = [row for name, row in rows.items() if "attention" in name]
+    assert len(kernels) == 6  # outputs, three gradients, two widths
+    assert all(row["note"] == "by the reference" and row["value"] < 1e-5 for row in kernels)
     assert "100% of the drafts accepted" in rows["extend, verification, tiny"]["note"]
     # Every response is among the stored ones: two tokens a step, after the first.
     assert rows["suffix drafts, tiny"]["note"].startswith("12 tokens in 6 steps")
     goals = [(row["goal"], row["met"]) for row in rows.values() if row.get("goal") == ">= 0.7"]
     assert goals == [(">= 0.7", "yes" if rows["decode, width 1, tiny"]["value"] >= 0.7 else "no")]
     assert "figure" in text
+
+
+def test_kernels_are_held_against_the_reference(mesh, monkeypatch):
+    """A backend that is wrong is seen."""
+    true = device.attention.attend_packed
+
+    def attend_packed(*args, kernels, **options):
+        return true(*args, **options) * (1.05 if kernels else 1.0)
+
+    monkeypatch.setattr(device.attention, "attend_packed", attend_packed)
+    size = SIZES["tiny"]
+    size = dataclasses.replace(size, model=size.model.replace(kernels=("packed",)))
+    rows = list(device._kernels("tiny", size))
+    assert [row["met"] for row in rows] == ["no"] * 4 + ["yes"] * 2
+    assert rows[0]["value"] == pytest.approx(0.05, abs=1e-5)
+    assert rows[0]["note"] == "by a kernel"
+
+
+def test_training(run, monkeypatch):
+    """Each kind of draft trains; one that fails is a row, and the others go on."""
+    cases = dict(list(training.CASES.items())[:2]) | {"wrong": {"rollout.draft": "previous+trees"}}
+    monkeypatch.setattr(training, "CASES", cases)
+    code, rows, text = run("training", *SMALL)
+    assert code == 1
+    assert [row["drafts"] for row in rows] == list(cases)
+    plain, previous, wrong = rows
+    assert previous["over_plain"] == pytest.approx(plain["step"] / previous["step"])
+    assert plain["start_to_first_step"] >= plain["build"] + plain["compile"] + plain["first_step"]
+    assert wrong["note"].startswith("KeyError")
+    assert "memory: the compiler says 0.0" in text
 
 
 def test_random_policies_do_not_repeat_themselves(mesh):
