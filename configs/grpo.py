@@ -169,13 +169,18 @@ def base() -> ConfigDict:
     curriculum.name = "uniform"  # uniform | speed (screened first) | mopps | easy_to_hard
     curriculum.screening = 2  # speed: responses of a group that screen its prompt; paper 4
     curriculum.low = 0.0  # speed: the others are sampled where the mean reward is above low
-    curriculum.high = 1.0  # speed: and below high
+    curriculum.high = 1.0  # speed: and below high; threshold: pass rates in [low, high] are wanted
     curriculum.reuse_screening = True  # speed: train on the screening responses too (biased)
     curriculum.candidates = 4.0  # mopps: candidates per prompt of the batch
-    curriculum.target = 0.5  # mopps: pass rate to aim at
+    curriculum.select = "nearest"  # mopps: nearest (to the target) | threshold (in [low, high])
+    curriculum.target = 0.5  # nearest: pass rate to aim at
     curriculum.decay = 0.5  # mopps: weight of earlier evidence when new comes
     curriculum.difficulty = "answer_len"  # easy_to_hard: or prompt_len, or a path in the metadata
-    curriculum.width = 0.25  # easy_to_hard: standard deviation of the window, in ranks of 0 to 1
+    curriculum.levels = 4  # easy_to_hard: levels of equal size; 0: one for each difficulty
+    curriculum.schedule = "gaussian"  # easy_to_hard: classic | balanced | cosine | gaussian
+    curriculum.sigma = 0.5  # gaussian: standard deviation, in levels
+    curriculum.mean_exponent = 0.5  # gaussian: the mean moves by progress to this power
+    curriculum.floor = True  # gaussian: each of K levels keeps a share of 2 / K(K + 1) or more
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts

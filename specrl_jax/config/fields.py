@@ -143,7 +143,21 @@ NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef, "0")
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
 SCREENS = When("curriculum.name", lambda c: meaning(c, "curriculum.name").screens)
 BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))
+RATES = When(
+    "curriculum.name",
+    lambda c: SCREENS.holds(c) or (BY_PASS_RATE.holds(c) and not NEAREST.holds(c)),
+)
+NEAREST = When(
+    "curriculum.select",
+    lambda c: meaning(c, "curriculum.select") is table("data.curriculum:DISTANCES")["nearest"],
+    "nearest",
+)
 EASY_TO_HARD = When("curriculum.name", _chooses_prompts("EasyToHard"))
+GAUSSIAN = When(
+    "curriculum.schedule",
+    lambda c: meaning(c, "curriculum.schedule") is table("data.curriculum:SCHEDULES")["gaussian"],
+    "gaussian",
+)
 BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
 WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
 SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
@@ -291,14 +305,19 @@ FIELDS: dict[str, Field] = {
     "critic.gae_lambda": _row(SHARE, CRITIC),
     "curriculum.name": _row(one_of("data.curriculum:CURRICULA")),
     "curriculum.screening": _row(integer(1), SCREENS),
-    "curriculum.low": _row(FINITE, SCREENS),
-    "curriculum.high": _row(FINITE, SCREENS),
+    "curriculum.low": _row(FINITE, RATES),
+    "curriculum.high": _row(FINITE, RATES),
     "curriculum.reuse_screening": _row(SWITCH, SCREENS),
     "curriculum.candidates": _row(within(1, 1e6), BY_PASS_RATE),
-    "curriculum.target": _row(SHARE, BY_PASS_RATE),
+    "curriculum.select": _row(one_of("data.curriculum:DISTANCES"), BY_PASS_RATE),
+    "curriculum.target": _row(SHARE, BY_PASS_RATE, NEAREST),
     "curriculum.decay": _row(SHARE, BY_PASS_RATE),
     "curriculum.difficulty": _row(TEXT, EASY_TO_HARD),
-    "curriculum.width": _row(within(1e-6, 1e6), EASY_TO_HARD),
+    "curriculum.levels": _row(integer(), EASY_TO_HARD),
+    "curriculum.schedule": _row(one_of("data.curriculum:SCHEDULES"), EASY_TO_HARD),
+    "curriculum.sigma": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
+    "curriculum.mean_exponent": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
+    "curriculum.floor": _row(SWITCH, EASY_TO_HARD, GAUSSIAN),
     "updates.mini_batch_size": _row(integer(1), may_change=ORIGIN),
     "updates.micro_batch_size": _row(integer(), may_change=ORIGIN),
     "updates.packing": _row(one_of("packing:PACKINGS"), may_change=ORIGIN),

@@ -8,7 +8,7 @@ are no epochs: a draft is the prompt's last response, however old.
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,11 +176,13 @@ class _Chooser(PromptStream):
 
 
 class ByPassRate(_Chooser):
-    """MoPPS (arXiv 2507.04632): the prompts whose pass rate is likely nearest to a target.
+    """MoPPS (arXiv 2507.04632): the prompts whose pass rate is likely near a target.
 
     Each prompt has a Beta posterior of its pass rate, at first Beta(1, 1). `candidates` times as
     many prompts as are asked for are drawn at random. A rate is sampled for each (Thompson
-    sampling), and the prompts nearest to the target are taken. After G rewards r, cut to [0, 1],
+    sampling), and `settings.select` chooses by it: the prompts nearest to `target`, or the first
+    with a rate in [`low`, `high`], and after them those nearest to it. After G rewards r, cut to
+    [0, 1],
 
         α ← λα + (1 − λ) + Σr        β ← λβ + (1 − λ) + Σ(1 − r)
 
@@ -200,7 +202,8 @@ class ByPassRate(_Chooser):
         size = min(max(round(self._settings.candidates * count), count), len(free))
         places = rng.choice(len(free), size, replace=False)
         rates = rng.beta(*np.array([self._of(self._ids[row]) for row in free[places]]).T)
-        return places[np.argsort(np.abs(rates - self._settings.target), kind="stable")[:count]]
+        distance = DISTANCES[self._settings.select](rates, self._settings)
+        return places[np.argsort(distance, kind="stable")[:count]]
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
         rewards = np.clip(rewards, 0, 1).astype(np.float64)
@@ -212,33 +215,104 @@ class ByPassRate(_Chooser):
             self.posterior[prompt_id] = (faded + evidence).tolist()
 
 
-class EasyToHard(_Chooser):
-    """E2H-G (arXiv 2506.06632): from easy to hard, by a Gaussian window that moves over the ranks.
+def _to_target(rates: np.ndarray, settings: Any) -> np.ndarray:
+    return np.abs(rates - settings.target)
 
-    A prompt's rank q in [0, 1] is by its difficulty, ties by prompt_id. At progress p, the share of
-    the run's steps that are done, prompts are drawn without replacement with weights
-    exp(−(q − p)² / 2σ²). σ is `settings.width`.
+
+def _to_range(rates: np.ndarray, settings: Any) -> np.ndarray:
+    return np.abs(rates - np.clip(rates, settings.low, settings.high))
+
+
+# By `curriculum.select`: how far rates are from those that are wanted.
+DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
+    "nearest": _to_target,
+    "threshold": _to_range,
+}
+
+
+class EasyToHard(_Chooser):
+    """E2H (arXiv 2506.06632): levels of difficulty, drawn by a schedule from easy to hard.
+
+    The prompts form K levels: by their difficulty, ties by prompt_id, cut into `settings.levels`
+    parts of equal size, or one level for each value that the difficulty has. At progress p, the
+    share of the run's steps that are done, each prompt of a batch is of level k with probability
+    `SCHEDULES[settings.schedule](p, K, settings)[k]`, and any prompt of it that is not taken. A
+    level of which all prompts are taken is not drawn.
     """
 
     def __init__(self, encoded: EncodedDataset, *args: Any):
         super().__init__(encoded, *args)
         field = self._settings.difficulty
-        keys = [
-            (_difficulty(example, int(length), field), example.prompt_id)
+        values = [
+            _difficulty(example, int(length), field)
             for example, length in zip(encoded.examples, encoded.lens, strict=True)
         ]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        self._ranks = np.empty(len(keys))
-        self._ranks[order] = np.linspace(0, 1, len(keys))
+        if levels := self._settings.levels:
+            order = sorted(range(len(values)), key=lambda row: (values[row], self._ids[row]))
+            self._levels = np.empty(len(values), int)
+            self._levels[order] = np.arange(len(values)) * levels // len(values)
+        else:
+            self._levels = np.unique(values, return_inverse=True)[1]
         self._progress = 0.0
 
     def begin(self, step: int) -> None:
         self._progress = min((step - 1) / max(self._total_steps, 1), 1.0)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
-        scores = -np.square(self._ranks[free] - self._progress) / (2 * self._settings.width**2)
-        # The highest scores with Gumbel noise are a draw without replacement.
-        return np.argsort(-(scores + rng.gumbel(size=len(free))), kind="stable")[:count]
+        size = int(self._levels.max()) + 1
+        shares = SCHEDULES[self._settings.schedule](self._progress, size, self._settings)
+        # The free prompts by level, in random order within each.
+        order = rng.permutation(len(free))
+        order = order[np.argsort(self._levels[free[order]], kind="stable")]
+        ends = np.searchsorted(self._levels[free[order]], np.arange(size), side="right")
+        left = np.diff(ends, prepend=0)
+        chosen = []
+        for _ in range(count):
+            # Where the levels that the schedule wants are empty, all others are alike.
+            odds = np.where(left > 0, np.maximum(shares, np.finfo(float).tiny), 0.0)
+            level = rng.choice(size, p=odds / odds.sum())
+            left[level] -= 1
+            ends[level] -= 1
+            chosen.append(order[ends[level]])
+        return np.array(chosen, int)
+
+
+def _classic(progress: float, levels: int, settings: Any) -> np.ndarray:
+    """One level after another, each for as many steps."""
+    return np.eye(levels)[min(int(progress * levels), levels - 1)]
+
+
+def _balanced(progress: float, levels: int, settings: Any) -> np.ndarray:
+    """All levels alike, at any time."""
+    return np.full(levels, 1 / levels)
+
+
+def _cosine(progress: float, levels: int, settings: Any) -> np.ndarray:
+    """E2H-C: from shares ∝ K, K − 1, ... 1 to 1, 2, ... K, by a half cosine wave."""
+    rising = np.arange(1, levels + 1) / (levels * (levels + 1) / 2)
+    easy = (1 + np.cos(np.pi * progress)) / 2
+    return easy * rising[::-1] + (1 - easy) * rising
+
+
+def _gaussian(progress: float, levels: int, settings: Any) -> np.ndarray:
+    """E2H-G: ∝ exp(−(k − μ)² / 2σ²), μ = p^exponent (K − 1); σ in levels.
+
+    With `settings.floor` each level keeps at least the least share of `_cosine`, 2 / K(K + 1).
+    """
+    mean = progress**settings.mean_exponent * (levels - 1)
+    scores = -np.square(np.arange(levels) - mean) / (2 * settings.sigma**2)
+    shares = np.exp(scores - scores.max())
+    least = 2 / (levels * (levels + 1)) if settings.floor else 0.0
+    return least + (1 - levels * least) * shares / shares.sum()
+
+
+# By `curriculum.schedule`: the share of each level, float [K], by progress in [0, 1].
+SCHEDULES: dict[str, Callable[[float, int, Any], np.ndarray]] = {
+    "classic": _classic,
+    "balanced": _balanced,
+    "cosine": _cosine,
+    "gaussian": _gaussian,
+}
 
 
 def _difficulty(example: Example, prompt_len: int, field: str) -> float:

@@ -9,10 +9,11 @@ import pytest
 from ml_collections import ConfigDict
 from test_prompts import encoded_set, prompts_of
 
-from specrl_jax.data.curriculum import PromptStream, make_stream, part_of
+from specrl_jax.data.curriculum import SCHEDULES, PromptStream, make_stream, part_of
 
 SETTINGS = {"name": "uniform", "candidates": 4.0, "target": 0.5, "decay": 0.5,
-            "difficulty": "answer_len", "width": 0.25}  # fmt: skip
+            "select": "nearest", "low": 0.0, "high": 1.0, "difficulty": "answer_len", "levels": 4,
+            "schedule": "gaussian", "sigma": 0.5, "mean_exponent": 0.5, "floor": True}  # fmt: skip
 
 
 def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
@@ -187,29 +188,88 @@ def test_candidates_are_drawn_from_all():
     assert {name for _ in range(20) for name in ids_of(stream.next())} == set(ids_of(encoded))
 
 
-def test_from_easy_to_hard():
-    """The window's mean rank follows progress; the first and last batches are of the two ends."""
-    encoded = encoded_set(200)
-    stream = stream_of("easy_to_hard", encoded, 20, 3, total_steps=30, width=0.15)
-    lengths = []  # of answers "0" to "199": 10 of one digit, 90 of two, 100 of three
-    for step in range(1, 31):
+def test_rates_in_a_range():
+    """Rates 0, 1/4, 1/2, 3/4, 1 are known well, and those in [0.4, 0.8] are taken; then the nearest
+    to them."""
+    encoded = encoded_set(30)
+    settings = {"select": "threshold", "low": 0.4, "high": 0.8, "candidates": 30.0, "decay": 1.0}
+    stream = stream_of("mopps", encoded, 12, 0, **settings)
+    rates = np.arange(30) % 5 / 4
+    groups = np.arange(400)[None, :] < 400 * rates[:, None]
+    stream.observe(encoded, groups.astype(float))
+    rate = dict(zip(ids_of(encoded), rates, strict=True))
+    for _ in range(10):
+        assert {rate[name] for name in ids_of(stream.next())} == {0.5, 0.75}  # six of each
+    taken = [rate[name] for name in ids_of(stream.take(18))]
+    assert collections.Counter(taken) == {0.5: 6, 0.75: 6, 0.25: 6}
+
+
+SHARES = {
+    # K = 3: floor 1/6, rising 1/6 2/6 3/6.
+    ("classic", 0.0): (1, 0, 0),
+    ("classic", 0.5): (0, 1, 0),
+    ("classic", 0.99): (0, 0, 1),
+    ("balanced", 0.3): (1 / 3, 1 / 3, 1 / 3),
+    ("cosine", 0.0): (3 / 6, 2 / 6, 1 / 6),
+    ("cosine", 1 / 3): (2.5 / 6, 2 / 6, 1.5 / 6),  # 3/4 of the easy shares, 1/4 of the hard ones
+    ("cosine", 1.0): (1 / 6, 2 / 6, 3 / 6),
+    # μ = 0, and sqrt(1/4) · 2 = 1; σ = 1/2, so that a level away weighs e^-2, and two e^-8.
+    ("gaussian", 0.0): (1 / 6 + 1 / 2 * 1 / (1 + np.exp(-2) + np.exp(-8)), None, None),
+    ("gaussian", 0.25): (None, 1 / 6 + 1 / 2 * 1 / (1 + 2 * np.exp(-2)), None),
+}
+
+
+@pytest.mark.parametrize(("schedule", "progress"), SHARES)
+def test_shares_of_levels_by_hand(schedule, progress):
+    settings = ConfigDict(SETTINGS)
+    shares = SCHEDULES[schedule](progress, 3, settings)
+    assert shares.sum() == pytest.approx(1)
+    for share, expected in zip(shares, SHARES[schedule, progress], strict=True):
+        assert expected is None or share == pytest.approx(expected)
+    if schedule in ("cosine", "gaussian"):
+        assert shares.min() >= 1 / 6 - 1e-12
+    if schedule == "gaussian":
+        settings.floor = False
+        bare = SCHEDULES[schedule](progress, 3, settings)
+        assert shares == pytest.approx(1 / 6 + bare / 2)
+
+
+@pytest.mark.parametrize("schedule", ["classic", "balanced", "cosine", "gaussian"])
+def test_levels_are_drawn_by_their_shares(schedule):
+    """First prompts of many streams, at three fifths of a run; a share's error is binomial."""
+    encoded = encoded_set(40)  # answers "0" to "39": 10 of one digit, 30 of two
+    draws = 2_000
+    count = collections.Counter()
+    for seed in range(draws):
+        stream = stream_of("easy_to_hard", encoded, 1, seed, schedule=schedule, levels=0)
+        stream.begin(7)
+        count[len(stream.next().examples[0].answer)] += 1
+    shares = SCHEDULES[schedule](0.6, 2, ConfigDict(SETTINGS))
+    for length, share in zip((1, 2), shares, strict=True):
+        error = 4 * np.sqrt(draws * share * (1 - share)) + 1e-9
+        assert count[length] == pytest.approx(draws * share, abs=error)
+
+
+def test_levels_of_equal_size():
+    """Of 40 prompts in four levels the first ten are the easiest; ties are cut by prompt_id."""
+    encoded = encoded_set(40)
+    ids = ids_of(encoded)
+    order = sorted(ids, key=lambda name: (len(encoded.examples[ids.index(name)].answer), name))
+    settings = {"schedule": "classic", "levels": 4}
+    for step in (1, 4, 6, 9):  # at 0, 0.3, 0.5 and 0.8 of the run
+        stream = stream_of("easy_to_hard", encoded, 10, step, **settings)
         stream.begin(step)
-        rounds = [stream.next() for _ in range(1 + step % 3)]  # however many a step takes
-        lengths.append(np.mean([len(e.answer) for e in rounds[-1].examples]))
-    assert lengths[0] < 2.2
-    assert lengths[-1] == 3.0
-    assert np.mean(lengths[:10]) < np.mean(lengths[10:20]) < np.mean(lengths[20:])
+        level = int((step - 1) / 10 * 4)
+        assert set(ids_of(stream.next())) == set(order[10 * level : 10 * level + 10])
 
 
-def test_weights_of_the_window():
-    """Two prompts of ranks 0 and 1, one taken at progress 0: odds exp(1 / 2σ²) to 1."""
-    encoded, width, draws = encoded_set(2), 0.7, 3000
-    easy = min(e.prompt_id for e in encoded.examples)  # equally long, so by prompt_id
-    window = {"difficulty": "prompt_len", "width": width}
-    first = [stream_of("easy_to_hard", encoded, 1, seed, **window).next() for seed in range(draws)]
-    share = np.mean([batch.examples[0].prompt_id == easy for batch in first])
-    expected = 1 / (1 + np.exp(-1 / (2 * width**2)))
-    assert share == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / draws))
+def test_an_empty_level_is_not_drawn():
+    """All of the level that the schedule wants are busy or taken: others are."""
+    encoded = encoded_set(12)  # 10 of one digit, 2 of two
+    stream = stream_of("easy_to_hard", encoded, 3, 0, schedule="classic", levels=0)
+    easy = [e.prompt_id for e in encoded.examples if len(e.answer) == 1]
+    taken = stream.take(4, busy=easy[:8])
+    assert sorted(len(e.answer) for e in taken.examples) == [1, 1, 2, 2]
 
 
 def test_difficulty_from_the_metadata():
@@ -219,14 +279,13 @@ def test_difficulty_from_the_metadata():
         for i, e in enumerate(encoded.examples)
     )
     encoded = dataclasses.replace(encoded, examples=examples)
-    stream = stream_of(
-        "easy_to_hard", encoded, 1, 0, 6, difficulty="difficulty.numbers", width=1e-3
-    )
+    settings = {"difficulty": "difficulty.numbers", "schedule": "classic", "levels": 0}
+    stream = stream_of("easy_to_hard", encoded, 1, 0, 6, **settings)
     taken = []
     for step in range(1, 7):
         stream.begin(step)
         taken += prompts_of(stream.next())
-    assert taken == ["5>", "4>", "3>", "2>", "2>", "1>"]
+    assert taken == ["5>", "4>", "3>", "2>", "1>", "0>"]
     for field in ("difficulty", "difficulty.other", "no.where"):
         with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
             stream_of("easy_to_hard", encoded, 1, difficulty=field)
