@@ -46,7 +46,8 @@ def main() -> None:
     if args.adapters:
         print(export.export_adapters(policy, args.out, args.base))
     else:
-        export.export(policy, args.run, args.out, presets)
+        if said := export.export(policy, args.run, args.out, presets):
+            print(said)
     print(f"{args.out}: step {policy.step} of {args.run}")
     if args.push:
         print(f"pushed: {export.push(args.out, args.push)}")

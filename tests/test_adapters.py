@@ -1,17 +1,21 @@
 """Runs that train adapters: what is kept, saved, resumed, exported and refused."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import optax
 import pytest
+from rollout_reference import full_logits
 from small_runs import line_of, preset, records, saved, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.data.prompts import encode_prompts, load_examples
 from specrl_jax.data.tokenizer import load_tokenizer
 from specrl_jax.evaluation import export, saved_policy
-from specrl_jax.models import hf, lora
+from specrl_jax.models import hf, lora, parameters
+from specrl_jax.models.config import Lora, ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import init_params
 from specrl_jax.sharding import make_mesh
@@ -68,19 +72,33 @@ def check_trained(workdir, arrays) -> None:
     assert steps[0]["policy/rollout_train_logprob_gap"] < 1e-5
 
 
+def merged(policy):
+    return jax.device_get(lora.merge(policy.model, policy.params))
+
+
 def check_added(policy, arrays, frozen) -> None:
-    """The weights that are read are the frozen ones with the adapters of the checkpoint added."""
+    """The weights that are exported are the frozen ones with the checkpoint's adapters added."""
     for name in ("q_proj", "o_proj", "down_proj"):
         a, b = (arrays[f"train.params.layers.{name}_{x}"] for x in "ab")
         change = np.stack([np.tensordot(a_l, b_l, axes=1) for a_l, b_l in zip(a, b)])
         expected = frozen[name] + 32.0 / 4 * change
-        np.testing.assert_allclose(policy.params["layers"][name], expected, atol=1e-6)
+        np.testing.assert_allclose(merged(policy)["layers"][name], expected, atol=1e-6)
         assert np.max(np.abs(change)) > 1e-4
 
 
 def halved(config):
     config.lora.alpha /= 2
     return config
+
+
+def logits_moved(policy) -> float:
+    """The largest change of a logit by the adapters, at the first tokens of held-out prompts."""
+    examples = load_examples(policy.config).eval[:4]
+    prompts = encode_prompts(examples, policy.tokenizer, policy.config.data.prompt_len)
+    tokens = np.repeat(prompts.tokens[:, : prompts.lens.min()], 2, axis=0)
+    plain = policy.model.replace(lora=None)
+    with_adapters = full_logits(plain, merged(policy), tokens)
+    return np.max(np.abs(with_adapters - full_logits(plain, base_weights(policy), tokens)))
 
 
 @pytest.mark.slow
@@ -94,9 +112,17 @@ def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
     line = line_of(export.export_adapters, policy, tmp_path / "adapters")
     assert line.endswith("leave the flag out: its weights are written with the adapters added")
     presets = {"configs/grpo.py:micro": preset("micro")}
-    export.export(policy, tmp_path / "run", tmp_path / "whole", presets)
+    said = export.export(policy, tmp_path / "run", tmp_path / "whole", presets)
+    pattern = (
+        r"weights read in bfloat16: logits within (\S+) of the policy's on 4 held-out prompts, "
+    )
+    far, learned = re.fullmatch(
+        pattern + r"where the adapters changed them by up to (\S+)", said
+    ).groups()
+    assert 0 < float(far) < float(learned) / 10
+    assert float(learned) == pytest.approx(logits_moved(policy), rel=0.2)  # in float32
     _, params = hf.load(str(tmp_path / "whole"))
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(policy.params))
+    jax.tree.map(np.testing.assert_array_equal, params, merged(policy))
     line = line_of(saved_policy.open_policy, tmp_path / "run", "", "last", preset("micro"), halved)
     assert line.startswith("lora.* must be left out")
 
@@ -116,7 +142,7 @@ def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained
     export.export_adapters(policy, tmp_path / "adapters")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
     # The files change: neither a resume nor an export takes them silently.
-    model = policy.model
+    model = policy.model.replace(lora=None)
     other = jax.device_get(init_params(model, jax.random.key(9)))
     hf.save(folder, model, other, token_ids=policy.tokenizer.token_ids)
     line = line_of(saved_policy.open_policy, tmp_path / "run", "", "last", preset("micro"))
@@ -154,7 +180,8 @@ def test_a_base_that_peft_cannot_load(tmp_path, changes, base, line):
     (tmp_path / "IMAGES").mkdir()
     (tmp_path / "IMAGES" / "config.json").write_text('{"model_type": "gemma3"}')
     config = small_config(ADAPTERS | changes)
-    policy = saved_policy.SavedPolicy("run", 1, config, None, None, None, adapters=(None, None))
+    model = ModelConfig(16, 8, 8, 1, 1, 1, 8, lora=Lora(2, 2.0, ("q_proj",)))
+    policy = saved_policy.SavedPolicy("run", 1, config, model, None, None)
     base = str(tmp_path / base) if base else ""
     got = line_of(export.export_adapters, policy, tmp_path / "out", base)
     assert got.startswith(line)
@@ -180,8 +207,13 @@ def adapted(pretrained):
     share = optax.tree.norm(change) / optax.tree.norm(jax.device_get(params))
     scales = {"a": 1, "b": 0.01 / share}
     layers = {name: x * scales[name[-1]] for name, x in adapters["layers"].items()}
-    parts = saved_policy.Adapters(model, {"layers": layers})
-    return saved_policy.SavedPolicy("run", 1, config, model, params, tokenizer, parts)
+    policy = lora.adapted(model, {"layers": layers}, params)
+    return saved_policy.SavedPolicy("run", 1, config, model, policy, tokenizer)
+
+
+def base_weights(policy):
+    layers = {n: x for n, x in policy.params["layers"].items() if n not in parameters.ADAPTERS}
+    return jax.device_get(policy.params | {"layers": layers})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +227,7 @@ def test_the_base_is_compared_with_what_was_trained_on(
     adapted, tmp_path, monkeypatch, change, words
 ):
     model = adapted.model.replace(lora=None)
-    changed = jax.tree.map(change, jax.device_get(adapted.params))
+    changed = jax.tree.map(change, base_weights(adapted))
     hf.save(tmp_path / "base", model, changed)
     monkeypatch.chdir(tmp_path)
     said = export.export_adapters(adapted, tmp_path / "out", "base")
@@ -236,13 +268,14 @@ def no_weights(folder, model, params):
 )
 def test_a_base_that_adapters_do_not_belong_to(adapted, tmp_path, write, line):
     base = tmp_path / "base"
-    write(base, adapted.model.replace(lora=None), jax.device_get(adapted.params))
+    write(base, adapted.model.replace(lora=None), base_weights(adapted))
     got = line_of(export.export_adapters, adapted, tmp_path / "out", str(base))
     assert got.startswith(line.format(base=base)), got
     assert not (tmp_path / "out").exists()
 
 
 def test_export_of_adapters_needs_a_run_that_trained_some(tmp_path):
-    policy = saved_policy.SavedPolicy("run", 1, small_config(), None, None, None)
+    model = ModelConfig(16, 8, 8, 1, 1, 1, 8)
+    policy = saved_policy.SavedPolicy("run", 1, small_config(), model, None, None)
     line = line_of(export.export_adapters, policy, tmp_path / "adapters")
     assert line.startswith("--adapters needs a run with lora.rank > 0")

@@ -4,20 +4,29 @@
 """
 
 import contextlib
+import functools
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from ml_collections import ConfigDict
 
 from specrl_jax.config import flatten
+from specrl_jax.data.prompts import encode_prompts, load_examples
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import reason, user_path
-from specrl_jax.models import hf
+from specrl_jax.models import hf, lora
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.difference import compare
-from specrl_jax.models.transformer import param_count
+from specrl_jax.models.parameters import ADAPTERS, Params
+from specrl_jax.models.transformer import Transformer, param_count
+from specrl_jax.sharding import put, shards
 from specrl_jax.telemetry.metrics import read_metrics
 
 
@@ -27,12 +36,17 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out must be a new or an empty directory, {out} is there already")
 
 
-def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, ConfigDict]) -> None:
+def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, ConfigDict]) -> str:
     """Write `policy`, of the run in `run`, to `out`; ValueError in one line where `out` is in use.
 
     presets: configurations by name, of which the nearest begins the command in the model card.
+
+    Returns a line that says how far the weights are from the policy where they are read in
+    bfloat16; "" without adapters, as the weights are then the policy's own.
     """
     check_out(out)
+    model = policy.model.replace(lora=None)
+    params = policy.params if policy.model.lora is None else lora.merge(policy.model, policy.params)
     sampling = policy.config.rollout
     generation = {
         "do_sample": True,
@@ -45,13 +59,63 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
         policy.tokenizer.save(folder)
         hf.save(
             folder,
-            policy.model,
-            policy.params,
+            model,
+            params,
             token_ids=policy.tokenizer.token_ids,
             generation=generation,
         )
         card = model_card(policy, read_metrics(run), training_command(policy.config, presets))
         (folder / "README.md").write_text(card, encoding="utf-8")
+    return "" if policy.model.lora is None else _distance_in_bfloat16(policy, params)
+
+
+def _distance_in_bfloat16(policy: SavedPolicy, merged: Params) -> str:
+    """Return in one line how far logits of merged weights in bfloat16 are from the policy's.
+
+    The policy computes with its adapters beside the weights. In merged weights a change that is
+    smaller than the last bit is lost.
+    """
+    tokens = _held_out_tokens(policy)
+    if tokens is None:
+        return "weights read in bfloat16 were not compared: the held-out prompts cannot be read"
+    model = policy.model.replace(dtype="bfloat16", kernels=())
+    # Each shard of the batch has as many rows: some prompts twice.
+    rows = -(-len(tokens) // shards("batch")) * shards("batch")
+    placed = put(np.resize(tokens, (rows, tokens.shape[1])), "batch", None)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def logits(model: ModelConfig, params: Params) -> Array:
+        transformer = Transformer(model, params)
+        return transformer.logits(transformer(placed)[0])
+
+    own = logits(model, policy.params)
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), merged)
+    far = jnp.max(jnp.abs(logits(model.replace(lora=None), weights) - own))
+    base = {name: x for name, x in policy.params["layers"].items() if name not in ADAPTERS}
+    base = policy.params | {"layers": base}
+    learned = jnp.max(jnp.abs(logits(model.replace(lora=None), base) - own))
+    return (
+        f"weights read in bfloat16: logits within {far:.2g} of the policy's on {len(tokens)} "
+        f"held-out prompts, where the adapters changed them by up to {learned:.2g}"
+    )
+
+
+_PROMPTS = 4  # that are compared, and tokens of each: a large policy may be on a CPU
+_TOKENS = 64
+
+
+def _held_out_tokens(policy: SavedPolicy) -> np.ndarray | None:
+    """Return the first held-out prompts, cut to equal lengths, int32 [n, T]; None without any."""
+    try:
+        examples = load_examples(policy.config).eval[:_PROMPTS]
+    except ValueError:
+        return None
+    if not examples:
+        return None
+    encoded = encode_prompts(examples, policy.tokenizer, policy.config.data.prompt_len)
+    if not len(encoded.lens):
+        return None
+    return encoded.tokens[:, : min(int(encoded.lens.min()), _TOKENS)]
 
 
 # Of the weights' norm. Four bits a weight (Q4_0) change 7 to 9 % of it, and models that were
@@ -69,7 +133,7 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
     """
     check_out(out)
     source = policy.config.model.source
-    if policy.adapters is None:
+    if policy.model.lora is None:
         raise ValueError(
             f"--adapters needs a run with lora.rank > 0, {policy.name} trained all weights; leave "
             "the flag out"
@@ -94,14 +158,15 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
     path = user_path(named, field)
     with _complete(out) as folder:
         policy.tokenizer.save(folder)
-        hf.save_adapters(folder, *policy.adapters, str(path.resolve()) if path.exists() else named)
+        base = str(path.resolve()) if path.exists() else named
+        hf.save_adapters(folder, policy.model, lora.adapters_of(policy.params), base)
     return said
 
 
 def _compare_base(policy: SavedPolicy, base: str) -> str:
     """Return in one line how far the weights of `base` are from those that adapters belong to."""
     source = policy.config.model.source
-    gap = compare(source, base, *policy.adapters)
+    gap = compare(source, base, policy.model, lora.adapters_of(policy.params))
     if not gap.tensor:
         return f"base: {base} has the weights of {source}, on which the adapters were trained"
     differs = f"{base} differs from {source} by {_percent(gap.relative)} of the weights' norm"

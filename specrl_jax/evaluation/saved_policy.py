@@ -7,7 +7,7 @@ written: a run may be training beside it. The mesh is this machine's, not the ru
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -32,13 +32,6 @@ LAST = "last"
 _SLOTS = 64  # prompts are padded to multiples of so many tokens, so that programs are few
 
 
-class Adapters(NamedTuple):
-    """Adapters of a checkpoint, as they are without the weights that they are added to."""
-
-    model: ModelConfig
-    params: Params
-
-
 @dataclasses.dataclass(frozen=True)
 class SavedPolicy:
     """Weights and what they need to answer a prompt."""
@@ -47,9 +40,8 @@ class SavedPolicy:
     step: int  # of the checkpoint; 0 of a model
     config: ConfigDict
     model: ModelConfig
-    params: Params  # float32, stored layout, adapters added
+    params: Params  # stored layout; with the adapters that the run trained, see `lora.adapted`
     tokenizer: Tokenizer
-    adapters: Adapters | None = None  # where the run trained them
 
     def weights(self) -> Params:
         """Return the rollout's copy of the weights."""
@@ -128,9 +120,8 @@ def open_policy(
     runtime.start(config, training=False)
     tokenizer = load_tokenizer(config)
     shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
-    number, params, adapters = _read_params(run, step, config, shape, tokenizer)
-    shape = shape.replace(lora=None)
-    return SavedPolicy(str(run), number, config, shape, params, tokenizer, adapters)
+    number, params = _read_params(run, step, config, shape, tokenizer)
+    return SavedPolicy(str(run), number, config, shape, params, tokenizer)
 
 
 def run_config(workdir: Path) -> ConfigDict:
@@ -172,8 +163,8 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
 
 def _read_params(
     run: Path, step: str, config: ConfigDict, shape: ModelConfig, tokenizer: Tokenizer
-) -> tuple[int, Params, Adapters | None]:
-    """Read (step, weights, adapters in them) of a checkpoint, compared with their checksums."""
+) -> tuple[int, Params]:
+    """Read (step, weights) of a checkpoint, compared with their checksums."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run} holds no checkpoint; train it first")
@@ -186,11 +177,11 @@ def _read_params(
         arrays, host = checkpoints.restore(number, like, partial=True)
     params = arrays["train"]["params"]
     if shape.lora is None:
-        return number, params, None
+        return number, params
     base = arrays["reference"] if own_base else _read_base(config, tokenizer, host)
     # As the run computed with it, whatever this machine computes in.
     frozen = lora.freeze(shape.replace(dtype=host["reference"]["dtype"]), base)
-    return number, lora.merge(shape, lora.adapted(shape, params, frozen)), Adapters(shape, params)
+    return number, lora.adapted(shape, params, frozen)
 
 
 def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -> Params:

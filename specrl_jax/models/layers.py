@@ -51,7 +51,8 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
 
     A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
     key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
-    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D.
+    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D. Weights with adapters stay as they are:
+    each has its own narrow products beside it.
     """
 
     def heads(kind: str) -> Array:
@@ -63,17 +64,21 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
         q = jnp.reshape(q, shape, out_sharding=axes(*dims))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    joined = {}
-    separate = set()
-    for kind in ("proj", "bias"):
-        if f"q_{kind}" in layer:
-            joined[f"qkv_{kind}"] = heads(kind)
-        if f"gate_{kind}" in layer:
-            pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
-            axis = _gate_up_axes().index("C") if kind == "proj" else -2
-            joined[f"gate_up_{kind}"] = jnp.stack(pair, axis=axis)
-        separate |= {f"{name}_{kind}" for name in ("q", "k", "v", "gate", "up")}
-    return {name: x for name, x in layer.items() if name not in separate} | joined
+    def gate_up(kind: str) -> Array:
+        pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
+        return jnp.stack(pair, axis=_gate_up_axes().index("C") if kind == "proj" else -2)
+
+    result = dict(layer)
+    groups = {"qkv": (("q", "k", "v"), heads), "gate_up": (("gate", "up"), gate_up)}
+    for name, (parts, join) in groups.items():
+        if any(adapter_names(f"{part}_proj")[0] in layer for part in parts):
+            continue
+        for kind in ("proj", "bias"):
+            if f"{parts[0]}_{kind}" in layer:
+                result[f"{name}_{kind}"] = join(kind)
+                for part in parts:
+                    del result[f"{part}_{kind}"]
+    return result
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:

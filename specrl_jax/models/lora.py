@@ -1,8 +1,9 @@
 """Adapters as a change of the parameter tree (LoRA, arXiv 2106.09685).
 
 What is trained is a tree of A [L, in, r] and B [L, r, out]; `adapted` joins it with the frozen
-weights. The update computes x·W + scale·(x·A)·B. Rollouts, exports and whoever else reads weights
-get W + scale·A·B (`merge`), rounded to the type that they compute in.
+weights. Updates, rollouts and evaluations compute x·W + scale·(x·A)·B (`layers.LayerModule.adapt`).
+W + scale·A·B (`merge`) is for exports and for a critic that begins as a copy of the policy: rounded
+to bfloat16 it would not move until A·B is as large as the last bit of W.
 """
 
 import functools
@@ -68,19 +69,22 @@ def freeze(model: ModelConfig, params: Params) -> Params:
 @functools.partial(jax.jit, static_argnums=0)
 def merge(model: ModelConfig, params: Params) -> Params:
     """Return `adapted`'s weights with the adapters added, float32."""
-    layers = jax.lax.map(functools.partial(merge_layer, model), params["layers"])
+
+    def merge_layer(layer: dict[str, Array]) -> dict[str, Array]:
+        merged = {name: x for name, x in layer.items() if name not in ADAPTERS}
+        for name in model.lora.names:
+            a, b = adapter_names(name)
+            layout = axes(*LAYER[name].layout, stored=True)
+            highest = jax.lax.Precision.HIGHEST
+            product = jnp.tensordot(layer[a], layer[b], 1, precision=highest, out_sharding=layout)
+            merged[name] = merged[name].astype(jnp.float32) + model.lora.scale * product
+        return merged
+
+    # In a loop: as many products as there are weights would take long to compile.
+    layers = jax.lax.map(merge_layer, params["layers"])
     return jax.tree.map(lambda x: x.astype(jnp.float32), params | {"layers": layers})
 
 
-def merge_layer(model: ModelConfig, layer: dict[str, Array]) -> dict[str, Array]:
-    """Return one layer's weights with its adapters added in float32."""
-    if model.lora is None:
-        return layer
-    merged = {name: x for name, x in layer.items() if name not in ADAPTERS}
-    for name in model.lora.names:
-        a, b = adapter_names(name)
-        layout = axes(*LAYER[name].layout, stored=True)
-        highest = jax.lax.Precision.HIGHEST
-        product = jnp.tensordot(layer[a], layer[b], 1, precision=highest, out_sharding=layout)
-        merged[name] = merged[name].astype(jnp.float32) + model.lora.scale * product
-    return merged
+def adapters_of(params: Params) -> Params:
+    """Return the adapters of `adapted`'s weights, as the tree of `init_adapters`."""
+    return {"layers": {name: x for name, x in params["layers"].items() if name in ADAPTERS}}

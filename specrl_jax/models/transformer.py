@@ -22,6 +22,7 @@ from specrl_jax.models.attention import softcapped
 from specrl_jax.models.config import MAX_INT, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import (
+    LAYER_AXES,
     DecoderLayer,
     Place,
     Rope,
@@ -136,8 +137,6 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
             params, local = inputs
-            if gives_cache:  # the weights of decode steps, see `copy_weights`
-                params = lora.merge_layer(self.config, params)
             rope = ropes[0]
             own_place = place
             if local is not None:
@@ -268,14 +267,13 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
     """Copy weights: cast to the compute type, but for norms' scales, gathered over "fsdp", layers
-    unstacked, adapters added, projections joined."""
+    unstacked, projections joined. Adapters stay beside their weights, as the update computes with
+    them: in bfloat16 a sum of both would hide what they have learned."""
     convert = functools.partial(convert_weight, config)
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     stacked = params["layers"]
-    if config.lora:  # in a loop: as many products as there are weights would take long to compile
-        stacked = jax.lax.map(lambda x: lora.freeze(config, lora.merge_layer(config, x)), stacked)
     weights["layers"] = tuple(
-        join_projections({n: convert(n, x[i], LAYER[n].layout) for n, x in stacked.items()})
+        join_projections({n: convert(n, x[i], LAYER_AXES[n]) for n, x in stacked.items()})
         for i in range(config.num_layers)
     )
     return weights

@@ -11,6 +11,7 @@ from test_transformer import FAMILIES
 
 from specrl_jax.models import hf, lora
 from specrl_jax.models.config import Lora, ModelConfig
+from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.parameters import ADAPTED, LAYER, adapter_names
 from specrl_jax.models.transformer import (
     Transformer,
@@ -18,6 +19,7 @@ from specrl_jax.models.transformer import (
     place_params,
     rollout_weights,
 )
+from specrl_jax.sharding import put
 
 TARGETS = {"all": ADAPTED, "two": ("k_proj", "down_proj")}
 TOKENS = np.random.default_rng(0).integers(0, 16, (4, 9)).astype(np.int32)
@@ -66,14 +68,38 @@ def test_the_update_computes_with_the_merged_weights(mesh, name, targets):
     assert np.max(np.abs(expected - logits_of(model, frozen, TOKENS))) > 0.01
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def step(model: ModelConfig, weights: dict, tokens, start, cache):
+    transformer = Transformer(model, weights)
+    hidden, cache = transformer(tokens, start, cache)
+    return transformer.logits(hidden), cache
+
+
+def decoded_logits(model: ModelConfig, params: dict, width: int = 1) -> np.ndarray:
+    """Logits of steps of `width` tokens over a cache, as a rollout makes them."""
+    rows, count = TOKENS.shape
+    weights = copy_weights(model, params)
+    cache = init_cache(model, rows, count)
+    parts = []
+    for first in range(0, count, width):
+        tokens = put(TOKENS[:, first : first + width], "batch", None)
+        start = put(np.full(rows, first, np.int32), "batch")
+        logits, cache = step(model, weights, tokens, start, cache)
+        parts.append(logits)
+    return np.concatenate(jax.device_get(parts), axis=1)
+
+
 @ATTENDED
-def test_rollouts_and_exports_get_the_merged_weights(mesh, name):
+def test_rollouts_compute_with_the_adapters(mesh, name):
+    """As merged weights would, in float32: over the cache, and as rows begin."""
     model, frozen, adapters = make(name)
     by_hand = place_params(model, merged_by_hand(model, frozen, adapters))
     plain = model.replace(lora=None)
     policy = lora.adapted(model, adapters, frozen)
+    expected = logits_of(plain, by_hand, TOKENS)
+    for width in (1, TOKENS.shape[1]):
+        np.testing.assert_allclose(decoded_logits(model, policy, width), expected, atol=3e-5)
     close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-    jax.tree.map(close, copy_weights(model, policy), copy_weights(plain, by_hand))
     jax.tree.map(close, lora.merge(model, policy), by_hand)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -85,6 +111,27 @@ def test_rollouts_and_exports_get_the_merged_weights(mesh, name):
     expected = extended(plain, rollout_weights(plain, by_hand))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5),
                  extended(model, weights), expected)  # fmt: skip
+
+
+def typical(difference) -> float:
+    return float(np.sqrt(np.mean(np.square(np.float32(difference)))))
+
+
+def test_in_bfloat16_rollouts_see_what_adapters_have_learned(mesh):
+    """Adapters that are below the last bit of most weights: steps over the cache differ from the
+    update by no more than without adapters."""
+    model, frozen, adapters = make("qwen3")
+    adapters = jax.tree.map(lambda x: 0.03 * x, adapters)
+    policy = lora.adapted(model, adapters, frozen)
+    model = model.replace(dtype="bfloat16")
+    plain = model.replace(lora=None)
+    merged = lora.merge(model, policy)["layers"]["q_proj"]
+    moved = merged.astype(jnp.bfloat16) != frozen["layers"]["q_proj"].astype(jnp.bfloat16)
+    assert np.mean(moved) < 0.2
+    rounding = typical(decoded_logits(plain, frozen) - logits_of(plain, frozen, TOKENS))
+    gap = typical(decoded_logits(model, policy) - logits_of(model, policy, TOKENS))
+    assert rounding > 0
+    assert gap < 1.5 * rounding
 
 
 def test_new_adapters_change_no_bit(mesh):
