@@ -47,25 +47,40 @@ class PackedRows:
     nodes: Array  # int32 [n, R], slot in [M * m * T] of a row's response tokens; -1: left out
 
 
+class RowTokens(NamedTuple):
+    """Tokens of B rows on the host, from which they are packed; NumPy arrays, int32."""
+
+    tokens: np.ndarray  # [B, P + R], prompt and response without a gap
+    prompt_lens: np.ndarray  # [B]
+    response_lens: np.ndarray  # [B]
+    slots: int  # R, of responses
+
+    @classmethod
+    def fetch(cls, batch: Batch) -> "RowTokens":
+        """Return the rows of a batch, whole in every process."""
+        arrays = hosts.fetch((batch.tokens, batch.prompt_lens, batch.response_lens))
+        return cls(*arrays, slots=batch.old_logprobs.shape[1])
+
+
 def pack_rows(
-    update_spec: UpdateSpec, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
+    update_spec: UpdateSpec,
+    host: RowTokens,
+    row_ids: np.ndarray,
+    included: np.ndarray | None = None,
 ) -> PackedRows:
-    """Pack the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
+    """Pack the rows `row_ids` int [n]. All of the same n have arrays of the same shape.
 
     included: bool [n], the rows to compute; None: all.
     """
-    tokens, prompt_lens, response_lens = hosts.fetch(
-        (batch.tokens, batch.prompt_lens, batch.response_lens)
-    )
-    tokens = tokens[rows]
-    prompt_lens = prompt_lens[rows]
-    lens = prompt_lens + response_lens[rows]
+    tokens = host.tokens[row_ids]
+    prompt_lens = host.prompt_lens[row_ids]
+    lens = prompt_lens + host.response_lens[row_ids]
     if included is not None:
         lens = np.where(included, lens, 0)
     packing = PACKINGS[update_spec.packing]
     slots = tokens.shape[1]
     pieces = shards("batch")
-    at_once = update_spec.micro_batch_size or len(rows)
+    at_once = update_spec.micro_batch_size or len(row_ids)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
     length = round_slots(row_count * slots)
     sequences, nodes = pack(tokens, lens, length, packing)
@@ -73,14 +88,14 @@ def pack_rows(
     size = at_once // row_count
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
-    shape = (-(-len(rows) // size), size, length)
+    shape = (-(-len(row_ids) // size), size, length)
     sequences = sequences.padded(shape[0] * size)
-    columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
+    columns = prompt_lens[:, None] + np.arange(host.slots)
     nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
     return PackedRows(
         sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
         count=put(np.int32(-(-used // size))),
-        rows=put(rows.astype(np.int32), "batch"),
+        rows=put(row_ids.astype(np.int32), "batch"),
         nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),
     )
 

@@ -10,7 +10,7 @@ from loss_batches import take
 from small_models import random_params
 
 from specrl_jax.algorithms.losses import LossConfig, policy_loss
-from specrl_jax.algorithms.scoring import pack_rows
+from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import UpdateSpec, init_policy_state
 from specrl_jax.models import transformer
@@ -101,7 +101,7 @@ def distance(one, two) -> float:
 
 
 def pack(batch: Batch, update_spec: UpdateSpec = LEARNER, rows=range(ROWS), included=None):
-    return pack_rows(update_spec, batch, np.array(rows), included)
+    return pack_rows(update_spec, RowTokens.fetch(batch), np.array(rows), included)
 
 
 def gradient(update_spec: UpdateSpec, batch: Batch, **packed):
