@@ -27,6 +27,10 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
+# Tokens that a shard computes at once, at least a sequence: enough for arithmetic to be the limit,
+# few enough that the last chunk is not mostly padding.
+CHUNK_TOKENS = {"cpu": 256}
+CHUNK_TOKENS_ELSEWHERE = 8_192
 # The embedding table is split by rows only. With split columns the backward pass of the lookup
 # would gather the whole table.
 STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
@@ -73,6 +77,12 @@ def shards(axis: str, stored: bool = False) -> int:
     """Return the number of pieces that a logical axis is cut into on the mesh in use."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[name] for name in mesh_axes(axis, stored))
+
+
+def chunk_sequences(slots: int, most: int) -> int:
+    """Return how many sequences of `slots` tokens a shard computes at once: from 1 to `most`."""
+    tokens = CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
+    return max(min(tokens // slots, most), 1)
 
 
 def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:

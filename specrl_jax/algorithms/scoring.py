@@ -23,8 +23,8 @@ from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
-from specrl_jax.packing import PACKINGS, Sequences, pack
-from specrl_jax.sharding import axes, put, reshard, shards
+from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
+from specrl_jax.sharding import axes, chunk_sequences, put, reshard, shards
 from specrl_jax.types import Batch
 
 
@@ -62,6 +62,23 @@ class RowTokens(NamedTuple):
         return cls(*arrays, slots=batch.old_logprobs.shape[1])
 
 
+def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> tuple[int, int, int]:
+    """Return [M, m, T] of packed rows: micro-batches, their sequences, and slots of a sequence.
+
+    num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch may hold, or
+    a sequence on each shard where that is more; 0: no bound.
+    """
+    pieces = shards("batch")
+    length = round_slots(packing.rows * slots)
+    # Rows are packed by first fit, and so many of them fit in any sequence.
+    total = -(-num_rows // packing.rows)
+    most = -(-total // pieces)
+    if at_once:
+        most = min(most, at_once // (packing.rows * pieces))
+    size = chunk_sequences(length, most) * pieces
+    return -(-total // size), size, length
+
+
 def pack_rows(
     update_spec: UpdateSpec,
     host: RowTokens,
@@ -79,17 +96,11 @@ def pack_rows(
         lens = np.where(included, lens, 0)
     packing = PACKINGS[update_spec.packing]
     slots = tokens.shape[1]
-    pieces = shards("batch")
-    at_once = update_spec.micro_batch_size or len(row_ids)
-    row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
-    length = round_slots(row_count * slots)
+    shape = packed_shape(packing, len(row_ids), slots, update_spec.micro_batch_size)
+    count, size, length = shape
     sequences, nodes = pack(tokens, lens, length, packing)
     used = len(sequences.tokens)
-    size = at_once // row_count
-    size = -(-size // pieces) * pieces
-    # There is at least one row in a sequence.
-    shape = (-(-len(row_ids) // size), size, length)
-    sequences = sequences.padded(shape[0] * size)
+    sequences = sequences.padded(count * size)
     columns = prompt_lens[:, None] + np.arange(host.slots)
     nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
     return PackedRows(
