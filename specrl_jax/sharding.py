@@ -27,8 +27,8 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
-# Tokens that a shard computes at once, at least a sequence: enough for arithmetic to be the limit,
-# few enough that the last chunk is not mostly padding.
+# Tokens that a shard computes at once, where they are no more than fit: enough for arithmetic to be
+# the limit, few enough that the last chunk is not mostly padding.
 CHUNK_TOKENS = {"cpu": 256}
 CHUNK_TOKENS_ELSEWHERE = 8_192
 # The embedding table is split by rows only. With split columns the backward pass of the lookup
@@ -79,10 +79,9 @@ def shards(axis: str, stored: bool = False) -> int:
     return math.prod(sizes[name] for name in mesh_axes(axis, stored))
 
 
-def chunk_sequences(slots: int, most: int) -> int:
-    """Return how many sequences of `slots` tokens a shard computes at once: from 1 to `most`."""
-    tokens = CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
-    return max(min(tokens // slots, most), 1)
+def chunk_tokens() -> int:
+    """Return how many tokens of packed sequences a shard computes at once; at least a sequence."""
+    return CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
 
 
 def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:

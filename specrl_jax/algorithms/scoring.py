@@ -24,8 +24,11 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
 from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
-from specrl_jax.sharding import axes, chunk_sequences, put, reshard, shards
+from specrl_jax.sharding import axes, chunk_tokens, put, reshard, shards
 from specrl_jax.types import Batch
+
+# Of a shard. Fewer tokens at once leave arithmetic idle, and save no memory that matters.
+LEAST_TOKENS = 256
 
 
 class TokenLogprobs(NamedTuple):
@@ -65,17 +68,17 @@ class RowTokens(NamedTuple):
 def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> tuple[int, int, int]:
     """Return [M, m, T] of packed rows: micro-batches, their sequences, and slots of a sequence.
 
-    num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch may hold, or
-    a sequence on each shard where that is more; 0: no bound.
+    num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch has room for,
+    at most, but a shard computes a sequence or 256 tokens at least; 0: no bound.
     """
     pieces = shards("batch")
     length = round_slots(packing.rows * slots)
     # Rows are packed by first fit, and so many of them fit in any sequence.
     total = -(-num_rows // packing.rows)
-    most = -(-total // pieces)
+    tokens = chunk_tokens()
     if at_once:
-        most = min(most, at_once // (packing.rows * pieces))
-    size = chunk_sequences(length, most) * pieces
+        tokens = min(tokens, max(at_once * slots // pieces, LEAST_TOKENS))
+    size = min(max(tokens // length, 1), -(-total // pieces)) * pieces
     return -(-total // size), size, length
 
 

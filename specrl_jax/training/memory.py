@@ -5,6 +5,7 @@ allocated: a system may end a process that takes too much without a word.
 """
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ from specrl_jax.models.transformer import param_count
 from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
-from specrl_jax.sharding import shards
 
 _NAMED = 3  # arrays that an error names
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -89,10 +89,11 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
 
     rows = rollout.prompts_per_step * rollout.group_size
     yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size", layers)
-    _, sequences, length = packed_shape(
-        PACKINGS[updates.packing], updates.mini_batch_size, slots, updates.micro_batch_size
+    shape = functools.partial(
+        packed_shape, PACKINGS[updates.packing], updates.mini_batch_size, slots
     )
-    bound = "updates.micro_batch_size" if sequences > shards("batch") else ""
+    _, sequences, length = shape(updates.micro_batch_size)
+    bound = "updates.micro_batch_size" if sequences > shape(1)[1] else ""
     yield "an update", kept + trained(sequences, length, bound)
     if model.lora:
         read = Part("weights as they are read", model_fields, 4 * param_count(model))

@@ -28,13 +28,13 @@ def test_sizes_are_those_of_the_arrays(mesh):
     assert sizes["a rollout", "KV cache"] == 32 * 9 * (2 * 2 * 4) * 4
     assert sizes["a rollout", "logits of a decode step"] == 32 * 16 * 4
     assert sizes["a rollout", "stored drafts"] == 8 * 8 * 6 * 4 * 4
-    assert sizes["an update", "activations"] == 8 * 9 * (2 * 16 + 3 * 32) * 4
+    assert sizes["an update", "activations"] == 8 * 18 * (2 * 16 + 3 * 32) * 4
     assert sizes["the warm-up", "logits"] == 8 * 9 * 16 * 4
     assert sizes["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
     drafted = _sizes({"rollout.draft": "previous+tree", "rollout.tree.history": 3})
     assert drafted["a rollout", "stored drafts"] == 8 * 8 * 6 * (3 * 4 + 3 * 4)
-    # 32 rows lie in sequences of 18 slots, of which a CPU computes 14 at once.
-    chunk = _sizes({"updates.micro_batch_size": 0, "updates.mini_batch_size": 32})
+    # 32 rows lie in 16 sequences of 18 slots, of which a CPU computes 14 at once.
+    chunk = _sizes({"updates.mini_batch_size": 32})
     assert chunk["an update", "activations"] == 14 * 18 * (2 * 16 + 3 * 32) * 4
     assert chunk["an update", "logits"] == 14 * 18 * 16 * 4
     bounded = _sizes({"rollout.max_rows": 16})

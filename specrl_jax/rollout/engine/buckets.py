@@ -14,7 +14,7 @@ import numpy as np
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
-from specrl_jax.sharding import chunk_sequences, platform
+from specrl_jax.sharding import chunk_tokens, platform
 
 COLUMNS = 32  # draft tokens of a row that are decided together
 # Bytes of a block's logits, and of its rows' keys and values.
@@ -76,7 +76,8 @@ class Buckets:
     @functools.cached_property
     def chunk_sequences(self) -> int:
         """Sequences of a chunk on each shard."""
-        return chunk_sequences(self.sequence_slots, most=self.rows[0] // self.multiple)
+        sequences = max(chunk_tokens() // self.sequence_slots, 1)
+        return min(sequences, self.rows[0] // self.multiple)
 
     @property
     def chunks(self) -> int:
