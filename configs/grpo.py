@@ -184,7 +184,7 @@ def base() -> ConfigDict:
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
-    updates.micro_batch_size = 8  # rows per forward-backward pass; 0: the whole mini-batch
+    updates.micro_batch_size = 0  # bound of the rows computed at once, for memory; 0: none
     updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
     updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
     updates.passes = 1  # passes over each rollout; paper 1
@@ -340,7 +340,6 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 16
-    config.updates.micro_batch_size = 2
     config.updates.learning_rate = 1e-5
     config.updates.schedule_warmup = 4
     config.evaluate.every = 6
@@ -427,7 +426,6 @@ def gsm8k(config: ConfigDict) -> None:
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 128
-    config.updates.micro_batch_size = 16
     config.updates.learning_rate = 1e-6
     config.evaluate.every = 50
     config.checkpoint.every = 25
@@ -468,7 +466,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size = 2_048
-    config.updates.micro_batch_size = 64
     config.updates.learning_rate = 5e-7
     config.updates.schedule_warmup = 0
     config.updates.schedule = "constant"

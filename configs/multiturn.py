@@ -40,7 +40,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.rollout.response_len = 12
     config.rollout.accept = "ratio"
     config.updates.mini_batch_size = 512
-    config.updates.micro_batch_size = 128
     config.updates.learning_rate = 1e-3
     config.warmup.steps = 0
     config.train.steps = 96

@@ -30,7 +30,6 @@ def get_config(preset: str = "smollm2") -> ConfigDict:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     config = _GRPO["get_config"]("gsm8k")
     config.rollout.row_buckets = 3
-    config.updates.micro_batch_size = 8
     PRESETS[preset](config)
     return config
 

@@ -27,6 +27,10 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
+# Tokens that a shard computes at once, where they are no more than fit: enough for arithmetic to be
+# the limit, few enough that the last chunk is not mostly padding.
+CHUNK_TOKENS = {"cpu": 256}
+CHUNK_TOKENS_ELSEWHERE = 8_192
 # The embedding table is split by rows only. With split columns the backward pass of the lookup
 # would gather the whole table.
 STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
@@ -73,6 +77,11 @@ def shards(axis: str, stored: bool = False) -> int:
     """Return the number of pieces that a logical axis is cut into on the mesh in use."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[name] for name in mesh_axes(axis, stored))
+
+
+def chunk_tokens() -> int:
+    """Return how many tokens of packed sequences a shard computes at once; at least a sequence."""
+    return CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
 
 
 def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:

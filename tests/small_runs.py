@@ -60,7 +60,6 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "rollout.lenience": 1.0,
         "rollout.noise_epochs": 1,
         "updates.mini_batch_size": 16,
-        "updates.micro_batch_size": 8,  # one program of the update, however many tokens differ
         "updates.learning_rate": 0.02,
         "updates.schedule": "constant",
         "updates.schedule_warmup": 0,

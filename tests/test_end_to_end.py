@@ -126,7 +126,7 @@ MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
 # A step of one update on all of its responses.
 ONE_STEP = {
     "train.steps": 1, "rollout.prompts_per_step": 8, "model.num_layers": 2,
-    "updates.mini_batch_size": 64, "updates.micro_batch_size": 0, "updates.skip_no_signal": False,
+    "updates.mini_batch_size": 64, "updates.skip_no_signal": False,
     "updates.learning_rate": 3e-4, "algorithm.solution_coef": 1.0,
 }  # fmt: skip
 

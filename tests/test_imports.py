@@ -52,7 +52,6 @@ ALLOWED = {
         "types",
     },
     "training/group_buffer": {"data/curriculum", "types"},
-    "training/memory": {"config", "inputs", "models", "rollout/drafts", "rollout/engine/spec"},
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
         "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",

@@ -54,6 +54,16 @@ def test_rows_lie_one_after_the_other_or_one_in_a_sequence():
     )
 
 
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("name", PACKINGS)
+def test_a_sequence_for_as_many_rows_as_it_has_room_for_is_enough(name, seed):
+    """Rows of at most 8 tokens, in sequences that hold one or two of the longest ones."""
+    tokens, lens = _pad(_random_rows(seed))
+    packing = PACKINGS[name]
+    tries, _ = pack(tokens, lens, packing.rows * tokens.shape[1], packing)
+    assert len(tries.tokens) <= -(-len(lens) // packing.rows)
+
+
 def test_no_rows_need_no_sequences():
     tries, nodes = pack(np.ones((3, 2), np.int32), np.zeros(3, int), 4, PACKINGS["trie"])
     assert tries.tokens.shape == tries.ends.shape == (0, 4)

@@ -33,7 +33,7 @@ SMALL = {
     "rollout.row_buckets": 1, "rollout.max_width": 2, "rollout.adaptive": False,
     "rollout.stored_logprobs": 4, "curriculum.screening": 2, "algorithm.max_gen_batches": 4,
     "data.prompts": 26, "data.options.max_numbers": 2, "data.prompt_len": 6,
-    "updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "updates.learning_rate": 1e-3,
+    "updates.mini_batch_size": 8, "updates.learning_rate": 1e-3,
     "updates.skip_no_signal": False,  # every step has a log-prob gap
     "reward.name": "small_runs:score_first_letter", "reward.extract": "",
 }  # fmt: skip

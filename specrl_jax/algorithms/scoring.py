@@ -23,9 +23,12 @@ from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
-from specrl_jax.packing import PACKINGS, Sequences, pack
-from specrl_jax.sharding import axes, put, reshard, shards
+from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
+from specrl_jax.sharding import axes, chunk_tokens, put, reshard, shards
 from specrl_jax.types import Batch
+
+# Of a shard. Fewer tokens at once leave arithmetic idle, and save no memory that matters.
+LEAST_TOKENS = 256
 
 
 class TokenLogprobs(NamedTuple):
@@ -47,40 +50,66 @@ class PackedRows:
     nodes: Array  # int32 [n, R], slot in [M * m * T] of a row's response tokens; -1: left out
 
 
+class RowTokens(NamedTuple):
+    """Tokens of B rows on the host, from which they are packed; NumPy arrays, int32."""
+
+    tokens: np.ndarray  # [B, P + R], prompt and response without a gap
+    prompt_lens: np.ndarray  # [B]
+    response_lens: np.ndarray  # [B]
+    slots: int  # R, of responses
+
+    @classmethod
+    def fetch(cls, batch: Batch) -> "RowTokens":
+        """Return the rows of a batch, whole in every process."""
+        arrays = hosts.fetch((batch.tokens, batch.prompt_lens, batch.response_lens))
+        return cls(*arrays, slots=batch.old_logprobs.shape[1])
+
+
+def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> tuple[int, int, int]:
+    """Return [M, m, T] of packed rows: micro-batches, their sequences, and slots of a sequence.
+
+    num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch has room for,
+    at most, but a shard computes a sequence or 256 tokens at least; 0: no bound.
+    """
+    pieces = shards("batch")
+    length = round_slots(packing.rows * slots)
+    # Rows are packed by first fit, and so many of them fit in any sequence.
+    total = -(-num_rows // packing.rows)
+    tokens = chunk_tokens()
+    if at_once:
+        tokens = min(tokens, max(at_once * slots // pieces, LEAST_TOKENS))
+    size = min(max(tokens // length, 1), -(-total // pieces)) * pieces
+    return -(-total // size), size, length
+
+
 def pack_rows(
-    update_spec: UpdateSpec, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
+    update_spec: UpdateSpec,
+    host: RowTokens,
+    row_ids: np.ndarray,
+    included: np.ndarray | None = None,
 ) -> PackedRows:
-    """Pack the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
+    """Pack the rows `row_ids` int [n]. All of the same n have arrays of the same shape.
 
     included: bool [n], the rows to compute; None: all.
     """
-    tokens, prompt_lens, response_lens = hosts.fetch(
-        (batch.tokens, batch.prompt_lens, batch.response_lens)
-    )
-    tokens = tokens[rows]
-    prompt_lens = prompt_lens[rows]
-    lens = prompt_lens + response_lens[rows]
+    tokens = host.tokens[row_ids]
+    prompt_lens = host.prompt_lens[row_ids]
+    lens = prompt_lens + host.response_lens[row_ids]
     if included is not None:
         lens = np.where(included, lens, 0)
     packing = PACKINGS[update_spec.packing]
     slots = tokens.shape[1]
-    pieces = shards("batch")
-    at_once = update_spec.micro_batch_size or len(rows)
-    row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
-    length = round_slots(row_count * slots)
+    shape = packed_shape(packing, len(row_ids), slots, update_spec.micro_batch_size)
+    count, size, length = shape
     sequences, nodes = pack(tokens, lens, length, packing)
     used = len(sequences.tokens)
-    size = at_once // row_count
-    size = -(-size // pieces) * pieces
-    # There is at least one row in a sequence.
-    shape = (-(-len(rows) // size), size, length)
-    sequences = sequences.padded(shape[0] * size)
-    columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
+    sequences = sequences.padded(count * size)
+    columns = prompt_lens[:, None] + np.arange(host.slots)
     nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
     return PackedRows(
         sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
         count=put(np.int32(-(-used // size))),
-        rows=put(rows.astype(np.int32), "batch"),
+        rows=put(row_ids.astype(np.int32), "batch"),
         nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),
     )
 

@@ -73,7 +73,7 @@ class UpdateSpec:
     optimizer: optax.GradientTransformation
     temperature: float  # of the rollout, whose log-probs are the old ones
     logits_chunk: int  # tokens
-    micro_batch_size: int  # rows; 0: the whole mini-batch
+    micro_batch_size: int  # rows of the longest length at once, at most; 0: no bound
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None

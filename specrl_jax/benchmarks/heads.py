@@ -17,7 +17,7 @@ import numpy as np
 
 from specrl_jax import train
 from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.scoring import pack_rows
+from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
 from specrl_jax.benchmarks.rollout import Log, Report, RolloutCase, run_case, seconds_of, spread
@@ -115,7 +115,7 @@ def _update_seconds(
     )
     batch = make_batch(prompts, result.rollout)
     rows = np.arange(run.config.updates.mini_batch_size)
-    packed = pack_rows(run.update_spec, batch, rows)
+    packed = pack_rows(run.update_spec, RowTokens.fetch(batch), rows)
 
     def seconds(update_spec: UpdateSpec) -> float:
         own = jax.tree.map(jnp.copy, state.train)  # an update takes its state over

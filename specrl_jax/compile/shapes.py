@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
-from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
+from specrl_jax.algorithms.scoring import PackedRows, RowTokens, critic_values, pack_rows
 from specrl_jax.algorithms.update import make_batch
 from specrl_jax.algorithms.update_spec import (
     PolicyState,
@@ -288,8 +288,7 @@ class AbstractRun:
         slots = settings.data.prompt_len + settings.rollout.response_len
         tokens = np.zeros((rows, slots), np.int32)
         lens = np.zeros(rows, np.int32)
-        old = np.zeros((rows, settings.rollout.response_len), np.float32)
-        host = Batch(tokens, lens, lens + 1, old, advantages=None)
+        host = RowTokens(tokens, lens, lens + 1, settings.rollout.response_len)
         return abstract(lambda: pack_rows(self.update_spec, host, np.arange(rows)))
 
 

@@ -74,7 +74,6 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
     for field, size in (
         ("rollout.prompts_per_step", config.rollout.prompts_per_step),
         ("rollout.partial", config.rollout.partial),
-        ("updates.micro_batch_size", config.updates.micro_batch_size),
         ("updates.mini_batch_size", config.updates.mini_batch_size),
         ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
         ("evaluate.batch_size", config.evaluate.batch_size if config.evaluate.every else 0),

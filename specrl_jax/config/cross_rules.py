@@ -19,15 +19,12 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
     group_size = table("training.group_buffer:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
     mini = config.updates.mini_batch_size
-    micro = config.updates.micro_batch_size
     yield (
         "updates.mini_batch_size",
         f"a divisor of the {rows} responses that a step trains on "
         "(rollout.prompts_per_step x rollout.group_size)",
         rows % mini == 0,
     )
-    rule = f"0 or a divisor of updates.mini_batch_size = {mini}"
-    yield "updates.micro_batch_size", rule, not micro or mini % micro == 0
     rule = "> 0 where train.steps is 0"
     yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
     held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split

@@ -18,6 +18,7 @@ from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
     PackedRows,
+    RowTokens,
     critic_values,
     logprob_gap,
     logprobs,
@@ -36,7 +37,8 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     """Make all updates of a step: change `state.train`, return their metrics."""
     rewards, values = shaped_rewards(run, collected)
     batch = make_batch(collected.prompts, collected.rollout)
-    batch, advantage_metrics = with_advantages(run, state, batch, rewards)
+    host = RowTokens.fetch(batch)
+    batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
         # They undo the bias of the acceptance rule, and are capped later.
@@ -47,7 +49,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
             run.rollout_spec.accept.importance_weight,
         )
         batch = dataclasses.replace(batch, weights=weights)
-    values |= _update_by_mini_batches(run, state, batch, collected)
+    values |= _update_by_mini_batches(run, state, batch, host, collected)
     if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap", None)
@@ -67,12 +69,12 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
 
 
 def with_advantages(
-    run: Run, state: RunState, batch: Batch, rewards: np.ndarray
+    run: Run, state: RunState, batch: Batch, host: RowTokens, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with advantages; with a critic also with its values and returns."""
     values = None
     if run.update_spec.critic:
-        packed = _pack_all(run, batch)
+        packed = _pack_all(run, host)
         frozen = state.frozen(run.model)
         values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
@@ -86,20 +88,21 @@ def with_advantages(
 
 
 def _update_by_mini_batches(
-    run: Run, state: RunState, batch: Batch, collected: TrainBatch
+    run: Run, state: RunState, batch: Batch, host: RowTokens, collected: TrainBatch
 ) -> dict[str, float]:
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    batch, values = _with_other_logprobs(run, state, batch)
+    batch, values = _with_other_logprobs(run, state, batch, host)
     if batch.weights is not None:
         batch, more = _capped(batch, run.config.algorithm.importance_cap)
         values |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
+        host = RowTokens.fetch(batch)
         values |= more
     critic_alone = state.step <= frozen_steps(run.config)
     history = []
-    mini_batches = pack_mini_batches(run, batch)
+    mini_batches = pack_mini_batches(run, batch, host)
     for packed in mini_batches * settings.passes:
         state.train, sums = update(
             run.update_spec,
@@ -126,14 +129,16 @@ def _count_updates(opt_state: Any) -> int:
     return int(hosts.fetch(count))
 
 
-def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+def _with_other_logprobs(
+    run: Run, state: RunState, batch: Batch, host: RowTokens
+) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     values = {}
     recompute = run.config.updates.old_logprobs == "recompute"
     penalized = run.config.algorithm.kl_coef > 0
     if not recompute and not penalized:
         return batch, values
-    packed = _pack_all(run, batch)
+    packed = _pack_all(run, host)
     if recompute:
         old = logprobs(run.update_spec, state.policy(run.model), packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
@@ -192,7 +197,7 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
     )
 
 
-def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
+def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> list[PackedRows]:
     """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
     updates = run.config.updates
@@ -203,7 +208,7 @@ def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
     if updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
     return [
-        pack_rows(run.update_spec, batch, part, included[part])
+        pack_rows(run.update_spec, host, part, included[part])
         for part in np.split(rows, len(rows) // updates.mini_batch_size)
     ]
 
@@ -215,8 +220,8 @@ def _has_signal(batch: Batch) -> Array:
     return signal if batch.given is None else signal | batch.given
 
 
-def _pack_all(run: Run, batch: Batch) -> PackedRows:
-    return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
+def _pack_all(run: Run, host: RowTokens) -> PackedRows:
+    return pack_rows(run.update_spec, host, np.arange(len(host.tokens)))
 
 
 # Stage → what its scalars begin with, the field of its learning rate.

@@ -5,6 +5,8 @@ allocated: a system may end a process that takes too much without a word.
 """
 
 import contextlib
+import functools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.algorithms.scoring import packed_shape
 from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import draft_head_size
 from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import param_count
+from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
 
@@ -75,23 +79,27 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {row_fields}", cache), logits]
 
-    def trained(rows: int, fields: str) -> list[Part]:
-        activations = itemsize * model.num_layers * width * rows * slots
-        logits = 4 * rows * min(rollout.logits_chunk, slots) * model.vocab_size
+    def trained(sequences: int, length: int, fields: str) -> list[Part]:
+        activations = itemsize * model.num_layers * width * sequences * length
+        logits = 4 * sequences * min(rollout.logits_chunk, length) * model.vocab_size
         return [
-            Part("activations", f"{fields} {row_fields}", activations),
-            Part("logits", f"{fields} rollout.logits_chunk", logits),
+            Part("activations", f"{fields} {row_fields}".strip(), activations),
+            Part("logits", f"{fields} rollout.logits_chunk".strip(), logits),
         ]
 
     rows = rollout.prompts_per_step * rollout.group_size
     yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size", layers)
-    size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
-    yield "an update", kept + trained(updates[size], f"updates.{size}")
+    shape = functools.partial(
+        packed_shape, PACKINGS[updates.packing], updates.mini_batch_size, slots
+    )
+    _, sequences, length = shape(updates.micro_batch_size)
+    bound = "updates.micro_batch_size" if sequences > shape(1)[1] else ""
+    yield "an update", kept + trained(sequences, length, bound)
     if model.lora:
         read = Part("weights as they are read", model_fields, 4 * param_count(model))
         yield "the start", [*kept, read]
     if warmup.steps:
-        yield "the warm-up", kept[:-1] + trained(warmup.batch_size, "warmup.batch_size")
+        yield "the warm-up", kept[:-1] + trained(warmup.batch_size, slots, "warmup.batch_size")
     if evaluation.every:
         rows = evaluation.batch_size * evaluation.samples
         fields = "evaluate.batch_size evaluate.samples"
@@ -106,9 +114,10 @@ def check(config, model: ModelConfig, prompts: int) -> None:
         total = sum(part.bytes for part in parts)
         most = max(parts, key=lambda part: part.bytes)
         if total > memory:
-            field = max(most.fields.split(), key=lambda name: fields[name])
+            field = max(most.fields.split(), key=lambda name: fields[name] or math.inf)  # 0: all
+            rule = "smaller" if fields[field] else "> 0"
             raise ValueError(
-                f"{field} must be smaller: {stage} needs about {total / 2**30:.3g} GiB, more than "
+                f"{field} must be {rule}: {stage} needs about {total / 2**30:.3g} GiB, more than "
                 f"the {memory / 2**30:.3g} GiB of {where}, most of it for {most}, "
                 f"got {fields[field]!r}"
             )

@@ -14,6 +14,7 @@ from update_reference import (
     PROMPT,
     RESPONSE,
     ROWS,
+    TWO_ROWS,
     distance,
     gradient,
     host_batch,
@@ -33,12 +34,12 @@ from specrl_jax.types import Batch
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("size", [0, 1])
-def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
+@pytest.mark.parametrize("chunk", [TWO_ROWS, 256])
+def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, chunk):
     """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
     batch = host_batch(shared=True)
-    update_spec = dataclasses.replace(LEARNER, packing=packing, micro_batch_size=size)
-    got, metrics = gradient(update_spec, batch)
+    update_spec = dataclasses.replace(LEARNER, packing=packing)
+    got, metrics = gradient(update_spec, batch, chunk=chunk)
     value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, range(ROWS))))(
         place_params()
     )
@@ -63,7 +64,7 @@ def test_packed_rows_of_local_layers_give_the_gradient_of_padded_rows(mesh, pack
     params = random_params(WINDOW, 0.4)
 
     def gradient_by(packing: str):
-        spec = dataclasses.replace(LEARNER, model=WINDOW, packing=packing, micro_batch_size=0)
+        spec = dataclasses.replace(LEARNER, model=WINDOW, packing=packing)
         state = init_policy_state(spec, transformer.place_params(WINDOW, params))
         state, sums = update(spec, state, batch, pack(batch, spec))
         return state.opt_state, sums["loss"]
@@ -106,7 +107,7 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
     critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
     loss = dataclasses.replace(LOSS, **changes)
     rows = dataclasses.replace(LEARNER, loss=loss, critic=critic, packing="rows")
-    tries = dataclasses.replace(rows, packing="trie", micro_batch_size=16)
+    tries = dataclasses.replace(rows, packing="trie")
 
     def results(update_spec, shape):
         """Return (gradients, loss, log-probs, values) of every seed."""

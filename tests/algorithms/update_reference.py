@@ -1,6 +1,7 @@
 """A small update and batch, and its loss by rows that are scored one by one."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import optax
 from loss_batches import take
 from small_models import random_params
 
+from specrl_jax import sharding
 from specrl_jax.algorithms.losses import LossConfig, policy_loss
-from specrl_jax.algorithms.scoring import pack_rows
+from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import UpdateSpec, init_policy_state
 from specrl_jax.models import transformer
@@ -28,8 +30,9 @@ GRADIENT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-LEARNER = UpdateSpec(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=2)
+LEARNER = UpdateSpec(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=0)
 ROWS, PROMPT, RESPONSE = 4, 4, 5
+TWO_ROWS = 2 * (PROMPT + RESPONSE)  # tokens
 
 
 @functools.cache
@@ -100,8 +103,10 @@ def distance(one, two) -> float:
     return norm(gap) / norm(jax.tree.map(np.asarray, two))
 
 
-def pack(batch: Batch, update_spec: UpdateSpec = LEARNER, rows=range(ROWS), included=None):
-    return pack_rows(update_spec, batch, np.array(rows), included)
+def pack(batch: Batch, update_spec=LEARNER, rows=range(ROWS), included=None, chunk=TWO_ROWS):
+    """chunk: tokens that a shard computes at once; few, so that gradients of several are added."""
+    with mock.patch.dict(sharding.CHUNK_TOKENS, cpu=chunk):
+        return pack_rows(update_spec, RowTokens.fetch(batch), np.array(rows), included)
 
 
 def gradient(update_spec: UpdateSpec, batch: Batch, **packed):

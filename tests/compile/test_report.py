@@ -43,7 +43,7 @@ def test_rows_stay_on_their_shard(make_mesh):
 
 def test_what_a_run_keeps_by_hand(make_mesh):
     """Bytes of a device of two, from the sizes in the config."""
-    changes = {"rollout.draft_age": 1, "algorithm.kl_coef": 0.01, "updates.micro_batch_size": 0}
+    changes = {"rollout.draft_age": 1, "algorithm.kl_coef": 0.01}
     with jax.set_mesh(make_mesh(1, 2, 1)):
         kept = kept_bytes(of_config(small_runs.small_config(changes)))
     vocab, embed, mlp, heads, kv_heads, size = 16, 16, 32, 4, 2, 4

@@ -31,11 +31,10 @@ GUESS = {"environment.name": "guess"}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
-LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4, "updates.micro_batch_size": 4}
+LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5}, "updates.mini_batch_size", "a divisor of the 32 responses"),
-    ({"updates.micro_batch_size": 3}, "updates.micro_batch_size", "a divisor of .* = 16"),
     ({"train.epochs": 0}, "train.epochs", "train.steps is 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0}, "data.eval_prompts", "evaluate.every is > 0"),
     ({"reward.overlong_tokens": 7}, "reward.overlong_tokens", "<= rollout.response_len = 6"),
@@ -162,7 +161,6 @@ def test_a_preset_that_multiturn_does_not_have():
     [
         ({"rollout.prompts_per_step": 6}, "rollout.prompts_per_step", "4 or 8 fits", 6),
         ({"rollout.partial": 2}, "rollout.partial", "4 fits", 2),
-        ({"updates.micro_batch_size": 2}, "updates.micro_batch_size", "4 fits", 2),
         ({"warmup.batch_size": 3, "warmup.steps": 1}, "warmup.batch_size", "4 fits", 3),
         ({"evaluate.batch_size": 9, "evaluate.every": 1}, "evaluate.batch_size", "8 or 12 fits", 9),
     ],

@@ -21,7 +21,7 @@ from specrl_jax.train import train
 # A step an epoch: drafts begin in step 2. Few shapes of the update, so few programs.
 FLAGS = {
     "log.rollouts": 1.0, "checkpoint.every": 1, "train.epochs": 4, "rollout.prompts_per_step": 8,
-    "updates.mini_batch_size": 64, "updates.micro_batch_size": 16, "data.source": "jsonl",
+    "updates.mini_batch_size": 64, "data.source": "jsonl",
     "data.path": "tests/digits.jsonl", "data.prompts": 8, "data.eval_prompts": 0,
     "reward.extract": r"(\d)",
 }  # fmt: skip

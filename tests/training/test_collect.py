@@ -168,7 +168,7 @@ def speed(request, tmp_path_factory, make_mesh):
     reuse = request.param
     changes = CHANGES | SPEED | UNSEEN | {
         "rollout.draft": "tree", "curriculum.reuse_screening": reuse, "log.rollouts": 1.0,
-        "updates.mini_batch_size": 16 if reuse else 12, "updates.micro_batch_size": 4,
+        "updates.mini_batch_size": 16 if reuse else 12,
     }  # fmt: skip
     workdir = tmp_path_factory.mktemp("speed") / "run"
     with jax.set_mesh(make_mesh(1, 1, 1)):

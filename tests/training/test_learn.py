@@ -6,6 +6,7 @@ import pytest
 from small_runs import assert_same_run, line_of, records, saved, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.algorithms import scoring
 from specrl_jax.sharding import put
 from specrl_jax.training import learn
 from specrl_jax.training.build import build
@@ -22,7 +23,7 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
         return real(update_spec, state, batch, packed, **options)
 
     monkeypatch.setattr(learn, "update", update)
-    changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
+    changes = {"updates.passes": 2, "train.steps": 1}
     loop.train(small_config(changes), tmp_path / "run")
     rows = np.arange(32).reshape(2, 16)
     np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
@@ -34,8 +35,9 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 3}
 
 
-def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
+def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeypatch):
     """The same weights after a run of two steps, with these rows and without them."""
+    monkeypatch.setattr(scoring, "chunk_tokens", lambda: 4 * 18)  # four sequences of eight
     policies, computed = {}, {}
     for skip in (False, True):
         changes = SOME_SIGNAL | {"updates.skip_no_signal": skip, "train.steps": 2}
@@ -165,7 +167,7 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
 @pytest.mark.slow
 def test_a_critic_needs_no_group(mesh, tmp_path):
     changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
-    changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
+    changes |= {"updates.mini_batch_size": 8, "train.steps": 2}
     changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
     changes["seed"] = 3  # some of these responses are right, some are not
     loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_runs import line_of, small_config
 
+from specrl_jax import sharding
 from specrl_jax.config import cli
 from specrl_jax.inputs import OutOfMemoryError
 from specrl_jax.models.load import load_shape
@@ -27,11 +28,15 @@ def test_sizes_are_those_of_the_arrays(mesh):
     assert sizes["a rollout", "KV cache"] == 32 * 9 * (2 * 2 * 4) * 4
     assert sizes["a rollout", "logits of a decode step"] == 32 * 16 * 4
     assert sizes["a rollout", "stored drafts"] == 8 * 8 * 6 * 4 * 4
-    assert sizes["an update", "activations"] == 8 * 9 * (2 * 16 + 3 * 32) * 4
+    assert sizes["an update", "activations"] == 8 * 18 * (2 * 16 + 3 * 32) * 4
     assert sizes["the warm-up", "logits"] == 8 * 9 * 16 * 4
     assert sizes["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
     drafted = _sizes({"rollout.draft": "previous+tree", "rollout.tree.history": 3})
     assert drafted["a rollout", "stored drafts"] == 8 * 8 * 6 * (3 * 4 + 3 * 4)
+    # 32 rows lie in 16 sequences of 18 slots, of which a CPU computes 14 at once.
+    chunk = _sizes({"updates.mini_batch_size": 32})
+    assert chunk["an update", "activations"] == 14 * 18 * (2 * 16 + 3 * 32) * 4
+    assert chunk["an update", "logits"] == 14 * 18 * 16 * 4
     bounded = _sizes({"rollout.max_rows": 16})
     assert bounded["a rollout", "KV cache"] == 16 * 9 * (2 * 2 * 4) * 4
 
@@ -63,6 +68,19 @@ def test_what_cannot_fit_is_refused_with_the_field_that_sets_it(
     monkeypatch.undo()
     small = small_config(EVERYTHING)
     memory.check(small, load_shape(small, 16), prompts=8)
+
+
+@pytest.mark.parametrize(("bound", "rule"), [(0, "> 0"), (2_000_000, "smaller")])
+def test_activations_of_many_rows_want_a_bound(mesh, monkeypatch, bound, rule):
+    monkeypatch.setattr(memory, "device_memory", lambda: (2.0**30, "this machine"))
+    monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 10**8)
+    config = small_config({
+        "updates.mini_batch_size": 4_000_000, "updates.micro_batch_size": bound,
+        "rollout.max_rows": 16,
+    })  # fmt: skip
+    line = line_of(memory.check, config, load_shape(config, 16), prompts=8)
+    assert line.startswith(f"updates.micro_batch_size must be {rule}: an update needs about ")
+    assert line.endswith(f", got {bound}")
 
 
 def test_a_containers_limit_counts(mesh, monkeypatch, tmp_path):

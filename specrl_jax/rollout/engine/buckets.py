@@ -14,12 +14,8 @@ import numpy as np
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
-from specrl_jax.sharding import platform
+from specrl_jax.sharding import chunk_tokens, platform
 
-# Tokens of a shard that `extend` computes at once, at least a sequence: enough for arithmetic to
-# be the limit, few enough that the last chunk is not mostly padding.
-CHUNK_TOKENS = {"cpu": 256}
-CHUNK_TOKENS_ELSEWHERE = 8_192
 COLUMNS = 32  # draft tokens of a row that are decided together
 # Bytes of a block's logits, and of its rows' keys and values.
 BLOCK_BYTES = {"cpu": 2**26}
@@ -80,8 +76,8 @@ class Buckets:
     @functools.cached_property
     def chunk_sequences(self) -> int:
         """Sequences of a chunk on each shard."""
-        tokens = CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
-        return min(max(tokens // self.sequence_slots, 1), self.rows[0] // self.multiple)
+        sequences = max(chunk_tokens() // self.sequence_slots, 1)
+        return min(sequences, self.rows[0] // self.multiple)
 
     @property
     def chunks(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 import rollout_reference as ref
 from acceptance_reference import block_by_hand, residual_by_hand
 
+from specrl_jax import sharding
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
@@ -36,7 +37,7 @@ TRUNCATED = ref.sampling.SamplingConfig(0.8, top_k=6, top_p=0.95)
 def small(monkeypatch):
     """Sequences and columns come a few at a time. Buckets of equal fields are one program."""
     extend.clear_cache()
-    monkeypatch.setitem(bucket_sizes.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
+    monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
     monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
     monkeypatch.setattr(bucket_sizes, "COLUMNS", 3)
     yield
