@@ -24,7 +24,9 @@ _LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST_ROWS = 16  # of a product by tensor cores
 _MOST_ROWS = 64  # queries of a program; more would not fit its registers
 _MOST_SLOTS = 64  # keys that a program reads at once
-_BLOCK_BYTES = 2**14  # of these keys, at most: four such blocks fit the smallest shared memory
+# Of these keys, at most; of the queries of a program twice as many. The smallest shared memory has
+# room for both, and for keys and values that are read ahead.
+_BLOCK_BYTES = 2**14
 _PROGRAMS = 512  # keep a large GPU busy; where there are fewer, several share a row's slots
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _INTERPRET = False  # for tests
@@ -72,9 +74,11 @@ def _attend_on_shard(
     slots = kv_BCSH.shape[2]
     groups = heads // kv_heads
     rows = width * groups
-    block_rows = min(max(pl.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
+    row_bytes = size * kv_BCSH.dtype.itemsize
+    block_rows = max(pl.next_power_of_2(rows), _LEAST_ROWS)
+    block_rows = min(block_rows, _MOST_ROWS, 2 * _BLOCK_BYTES // row_bytes)
     row_blocks = pl.cdiv(rows, block_rows)
-    block = min(_MOST_SLOTS, _BLOCK_BYTES // (size * kv_BCSH.dtype.itemsize))
+    block = min(_MOST_SLOTS, _BLOCK_BYTES // row_bytes)
     window = slots if window is None else window
     # Slots that the queries of a row see may begin and end within a block.
     blocks = min(pl.cdiv(slots, block), pl.cdiv(window + width - 2, block) + 1)

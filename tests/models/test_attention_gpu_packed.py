@@ -38,7 +38,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(attention_gpu_packed, "_TILINGS", {1024: SMALL})
+    monkeypatch.setattr(attention_gpu_packed, "_TILINGS", {2: {16: SMALL}, 4: {16: SMALL}})
 
 
 def _random_tries(seed: int, sequences: int = 4, slots: int = SLOTS) -> Sequences:
