@@ -264,3 +264,39 @@ def test_no_array_of_all_pairs_of_tokens(mesh):
 
     sizes = _sizes(jax.make_jaxpr(run)(*shapes, ints, ints))
     assert tokens * 4 * 16 <= max(sizes) < tokens**2 / 16
+
+
+def _packed_groups(tokens: int, prompt_lens: tuple[int, int], median: int, most: int) -> Sequences:
+    """Return 64 groups of 8 responses, packed in sequences of `tokens` slots as an update does.
+
+    prompt_lens: The shortest and the longest.
+    median, most: Of the responses' lengths, which are log-normal with σ = 0.8.
+    """
+    rng = np.random.default_rng(0)
+    prompts = np.repeat(rng.integers(*prompt_lens, size=64, endpoint=True), 8)
+    responses = np.exp(rng.normal(np.log(median), 0.8, size=len(prompts)))
+    lens = prompts + np.clip(responses, 1, most).astype(int)
+    width = prompt_lens[1] + most
+    rows = rng.integers(0, 50_000, (len(prompts), width)).astype(np.int32)
+    shared = np.arange(width) < prompts[:, None]
+    rows = np.where(shared, np.repeat(rows[::8], 8, axis=0), rows)
+    return pack(rows, lens, tokens, PACKINGS["trie"])[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt_lens", "median", "most", "window", "percent"),
+    [
+        (10_240, (100, 400), 1_000, 4_096, None, (13, 12, 12, 20)),
+        (10_240, (100, 400), 1_000, 4_096, 512, (7, 5, 5, 15)),
+        (2_560, (64, 256), 250, 1_024, None, (20, 17, 17, 47)),
+    ],
+)
+def test_blocks_that_are_computed(mesh, tokens, prompt_lens, median, most, window, percent):
+    """In percent of T x T, of heads of 128 in bfloat16: those of docs/scaling.md.
+
+    For output, gradient of queries, and gradients of keys and values; then in TPUs' blocks.
+    """
+    tries = _packed_groups(tokens, prompt_lens, median, most)
+    kinds = *attention_gpu_packed.tiling(tokens, 128, "bfloat16"), Blocks(512, 512, warps=0)
+    shares = [float(attention_gpu_packed.visible(_mask(tries, window), x).mean()) for x in kinds]
+    assert tuple(round(100 * share) for share in shares) == percent
