@@ -126,11 +126,8 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
         )
     if kernels is None or setting == "reference":
         return ()
-    absent = jax.sharding.get_mesh().devices.flat[0] not in jax.devices()
     refusals = {use: kernels.refusal(use, model, slots) for use in USES}
     for use, refusal in refusals.items():
-        if not refusal and absent and use not in kernels.AHEAD_OF_TIME:
-            refusals[use] = refusal = "the kernel can only be compiled where the device is"
         if refusal and setting == "kernel":
             raise ValueError(
                 f"model.attention must be auto or reference for this model, got 'kernel': for "

@@ -1,53 +1,47 @@
 """Attention by kernels for GPUs; the arguments are those of `attention`.
 
 Steps over the cache, of one token or of several, go to a Pallas kernel that reads only the slots
-that a row has filled, and reads them once for all queries of a key/value head: flash-decoding.
-Packed sequences go to cuDNN, which takes the mask as an array, but keeps no scores in memory.
+that a row has filled and its window holds, once for all queries of a key/value head:
+flash-decoding. Packed sequences go to the kernels of `attention_gpu_packed`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from specrl_jax.models import attention_gpu_packed
+from specrl_jax.models.attention import softcapped
+from specrl_jax.models.attention_gpu_packed import triton
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.kv_cache import Layer, Local
 from specrl_jax.sharding import on_shards
 
-try:  # jax 0.11 and later say that it will be removed
-    from jax.experimental.pallas import triton
-except ImportError:
-    triton = None
-
-AHEAD_OF_TIME = ("cached",)  # cuDNN needs the device
 _LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST_ROWS = 16  # of a product by tensor cores
 _MOST_ROWS = 64  # queries of a program; more would not fit its registers
 _MOST_SLOTS = 64  # keys that a program reads at once
-_BLOCK_BYTES = 2**14  # of these keys, at most: four such blocks fit the smallest shared memory
+# Of these keys, at most; of the queries of a program twice as many. The smallest shared memory has
+# room for both, and for keys and values that are read ahead.
+_BLOCK_BYTES = 2**14
 _PROGRAMS = 512  # keep a large GPU busy; where there are fewer, several share a row's slots
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _INTERPRET = False  # for tests
 
 
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
-    """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
+    """Return why kernels cannot take the model, or ""; the same for each use and all slots."""
     size = model.head_dim
+    largest = attention_gpu_packed.LARGEST_HEAD
     if (capability := _capability()) < _LEAST_CAPABILITY:
         return f"kernels need compute capability {_LEAST_CAPABILITY:g}, this GPU has {capability:g}"
-    if any(model.local_layers) and model.sliding_window < slots:
-        return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
-    if model.attn_softcap:
-        return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"
-    if use == "cached":
-        if triton is None:
-            return f"jax {jax.__version__} has no Triton backend of Pallas"
-        if size < 16 or size & (size - 1):
-            return f"heads must be 16, 32, 64, ... wide, these are {size}"
-    elif model.dtype != "bfloat16" or size % 8 or size > 128:
-        return f"cuDNN needs bfloat16 and heads of 8, 16, .. 128, these are {model.dtype} of {size}"
+    if triton is None:
+        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    if not 16 <= size <= largest or size & (size - 1):
+        return f"heads must be 16, 32, .. {largest} wide, these are {size}"
     return ""
 
 
@@ -63,27 +57,34 @@ def attend(
     start_B: Array,
     kv_heads: int,
     *,
-    window: None = None,
+    window: int | None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Compute `attention.attend` of a cache whose layers are one array, without window and cap: see
-    `refusal`. The array's shape says kv_heads."""
-    return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
+    """Compute `attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
+    own = functools.partial(_attend_on_shard, window=window, softcap=softcap)
+    return on_shards(own, q_BTNH, *layer, start_B, like=q_BTNH)
 
 
-def _attend_on_shard(q_BTNH: Array, kv_BCSH: Array, start_B: Array) -> Array:
+def _attend_on_shard(
+    q_BTNH: Array, kv_BCSH: Array, start_B: Array, *, window: int | None, softcap: float
+) -> Array:
     """Attend with a key/value head's T·G queries as rows of one product: a block in a program."""
     batch, width, heads, size = q_BTNH.shape
     kv_heads = kv_BCSH.shape[1] // 2
     slots = kv_BCSH.shape[2]
     groups = heads // kv_heads
     rows = width * groups
-    block_rows = min(max(pl.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
+    row_bytes = size * kv_BCSH.dtype.itemsize
+    block_rows = max(pl.next_power_of_2(rows), _LEAST_ROWS)
+    block_rows = min(block_rows, _MOST_ROWS, 2 * _BLOCK_BYTES // row_bytes)
     row_blocks = pl.cdiv(rows, block_rows)
-    block = min(_MOST_SLOTS, _BLOCK_BYTES // (size * kv_BCSH.dtype.itemsize))
-    blocks = pl.cdiv(slots, block)
+    block = min(_MOST_SLOTS, _BLOCK_BYTES // row_bytes)
+    window = slots if window is None else window
+    # Slots that the queries of a row see may begin and end within a block.
+    blocks = min(pl.cdiv(slots, block), pl.cdiv(window + width - 2, block) + 1)
     parts = min(pl.cdiv(_PROGRAMS, batch * kv_heads * row_blocks), blocks)
-    kernel = functools.partial(_attend_block, block_rows, block, pl.cdiv(blocks, parts))
+    sizes = _Sizes(block_rows, block, pl.cdiv(blocks, parts), window, softcap)
+    kernel = functools.partial(_attend_block, sizes)
     shape = (None, None, slots, size)
     out_BPTKGH, log_sums_BPTKG = pl.pallas_call(
         kernel,
@@ -121,43 +122,54 @@ def _attend_on_shard(q_BTNH: Array, kv_BCSH: Array, start_B: Array) -> Array:
     return out_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
-def _attend_block(
-    block_rows: int, block: int, steps: int, q_ref, k_ref, v_ref, start_ref, out_ref, sums_ref
-) -> None:
+class _Sizes(NamedTuple):
+    """What the programs of a call share."""
+
+    rows: int  # of a block of queries
+    slots: int  # of a block of keys
+    steps: int  # blocks of keys of a program
+    window: int
+    softcap: float
+
+
+def _attend_block(sizes: _Sizes, q_ref, k_ref, v_ref, start_ref, out_ref, sums_ref) -> None:
     """Compute outputs and log Σ exp(scores) of some rows over `steps` blocks of slots.
 
-    Row r is of query r // G, which sees the slots up to its own.
+    Row r is of query r // G, which sees the slots up to its own, in its window.
     """
     width, groups, size = q_ref.shape
-    rows = pl.program_id(2) * block_rows + jnp.arange(block_rows)
+    rows = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows)
     rows = jnp.minimum(rows, width * groups - 1)  # the last row fills the last block up
     query = rows // groups
     head = rows % groups
-    seen = start_ref[...] + query + 1  # slots
-    most = jnp.max(seen)
+    stop = start_ref[...] + query + 1  # slot after those that a query sees
+    begin = jnp.maximum(stop - sizes.window, 0)
+    least = jnp.min(begin)
+    most = jnp.max(stop)
     q = q_ref[query, head]
 
     def add_block(number: Array, carry: tuple) -> tuple:
         out, highest, total = carry
-        slot = number * block + jnp.arange(block)
-        part = pl.ds(number * block, block)
-        filled = (slot < most)[:, None]
-        k = triton.load(k_ref.at[part], mask=filled, other=0)
-        scores = jnp.where(slot[None, :] < seen[:, None], triton.dot(q, k.T), _LOWEST)
+        slot = number * sizes.slots + jnp.arange(sizes.slots)
+        part = pl.ds(number * sizes.slots, sizes.slots)
+        read = ((least <= slot) & (slot < most))[:, None]
+        seen = (begin[:, None] <= slot[None, :]) & (slot[None, :] < stop[:, None])
+        k = triton.load(k_ref.at[part], mask=read, other=0)
+        scores = jnp.where(seen, softcapped(triton.dot(q, k.T), sizes.softcap), _LOWEST)
         higher = jnp.maximum(highest, jnp.max(scores, axis=1))
         shrink = jnp.exp(highest - higher)
         weights = jnp.exp(scores - higher[:, None])
-        v = triton.load(v_ref.at[part], mask=filled, other=0)
+        v = triton.load(v_ref.at[part], mask=read, other=0)
         out = out * shrink[:, None] + triton.dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
-    first = pl.program_id(3) * steps
+    first = least // sizes.slots + pl.program_id(3) * sizes.steps
     nothing = (
-        jnp.zeros((block_rows, size), jnp.float32),
-        jnp.full(block_rows, _LOWEST),
-        jnp.zeros(block_rows, jnp.float32),
+        jnp.zeros((sizes.rows, size), jnp.float32),
+        jnp.full(sizes.rows, _LOWEST),
+        jnp.zeros(sizes.rows, jnp.float32),
     )
-    last = jnp.minimum(first + steps, pl.cdiv(most, block))
+    last = jnp.minimum(first + sizes.steps, pl.cdiv(most, sizes.slots))
     out, highest, total = jax.lax.fori_loop(first, last, add_block, nothing)
     # The highest score counts 1. A part that sees nothing has no score, and no weight.
     total = jnp.maximum(total, 1.0)
@@ -171,35 +183,37 @@ def attend_packed(
     v_BTKH: Array,
     ends_BT: Array | None,
     *,
-    local: None = None,
+    local: Local | None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Compute `attention.attend_packed`, without window and cap, with its gradient."""
-    return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, ends_BT, like=q_BTNH)
+    """Compute `attention.attend_packed`, with its gradient."""
+    own = functools.partial(_packed_on_shard, softcap=softcap)
+    return on_shards(own, q_BTNH, k_BTKH, v_BTKH, ends_BT, local, like=q_BTNH)
 
 
-def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
+def _packed_on_shard(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ends_BT: Array | None,
+    local: Local | None,
+    *,
+    softcap: float,
+) -> Array:
+    batch, tokens, _, size = q_BTNH.shape
+    tiling = attention_gpu_packed.tiling(tokens, size, q_BTNH.dtype)
+    extra = -tokens % max(max(blocks.queries, blocks.keys) for blocks in tiling)
+
+    def padded(x: Array, value: int = 0) -> Array:
+        pads = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
+        return jnp.pad(x, pads, constant_values=value) if extra else x
+
+    # A padded token sees itself, and is seen by padded ones alone.
     if ends_BT is None:
-        return _cudnn(q_BTNH, k_BTKH, v_BTKH, None)
-    tokens = q_BTNH.shape[1]
-    extra = tokens % 2  # cuDNN's backward pass with a mask takes even lengths alone
-    pads = ((0, 0), (0, extra))
-    padded = [jnp.pad(x, (*pads, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH)]
-    # A padded token sees itself.
-    ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
-    j = jnp.arange(tokens + extra)[None, None, :]
-    i = j.swapaxes(1, 2)
-    return _cudnn(*padded, (j <= i) & (i < ends_BT[:, None, :]))[:, :tokens]
-
-
-def _cudnn(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
-    """Attend by cuDNN. mask: bool, True where a query sees a key; None: causal."""
-    return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=None if mask_BTS is None else mask_BTS[:, None],
-        is_causal=mask_BTS is None,
-        scale=1.0,
-        implementation="xla" if _INTERPRET else "cudnn",
-    )
+        ends_BT = jnp.full((batch, tokens), tokens + extra)
+    mask = attention_gpu_packed.Mask(padded(ends_BT, tokens + extra), None, None)
+    if local is not None:
+        first, positions = (padded(jnp.broadcast_to(x, (batch, tokens))) for x in local)
+        mask = mask._replace(first=first, positions=positions)
+    arrays = map(padded, (q_BTNH, k_BTKH, v_BTKH))
+    return attention_gpu_packed.attend(*arrays, mask, softcap, _INTERPRET)[:, :tokens]

@@ -18,7 +18,6 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import Layer, Local
 from specrl_jax.sharding import on_shards, shards
 
-AHEAD_OF_TIME = ("cached", "packed")  # these compile where the device is absent
 _LANES = 128
 _LEAST_PAGE = 16  # slots
 _PAGE = 128

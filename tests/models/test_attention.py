@@ -127,7 +127,6 @@ def kernels(monkeypatch):
     refused: dict[str, str] = {}
     module = types.SimpleNamespace(
         refused=refused,
-        AHEAD_OF_TIME=("packed",),
         refusal=lambda use, model, slots: refused.get(use, ""),
     )
     monkeypatch.setattr(attention, "kernel_module", lambda platform: module)
@@ -152,10 +151,3 @@ def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
     ]
     with pytest.raises(ValueError, match=r"^model.attention must .*for packed tokens, heads of 4$"):
         attention.choose_kernels("kernel", MODEL, 12)
-
-
-def test_an_absent_device_takes_what_can_be_compiled_for_it(mesh, kernels, monkeypatch, capsys):
-    monkeypatch.setattr(jax, "devices", list)
-    assert attention.choose_kernels("auto", MODEL, 12) == ("packed",)
-    refusal = "reference (the kernel can only be compiled where the device is)"
-    assert f"attention over cached tokens: {refusal}" in capsys.readouterr().out

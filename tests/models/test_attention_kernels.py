@@ -1,4 +1,4 @@
-"""Kernels against the reference: in interpret mode, cuDNN's masks by XLA."""
+"""Kernels against the reference, in interpret mode; GPUs' for packed tokens have their own file."""
 
 import functools
 
@@ -84,34 +84,45 @@ def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
         (9, 3, 100, [0, 55, 60], 40),  # two blocks of rows, the second one filled up
     ],
 )
-# A program takes all slots of a row, or a block of them.
+# A program takes all slots of a row that it may see, or a block of them.
 @pytest.mark.parametrize(
-    ("programs", "dtype", "error"),
-    [(1, "float32", 1e-5), (512, "float32", 1e-5), (1, "bfloat16", 2**-7)],
+    ("programs", "dtype", "error", "window", "softcap"),
+    [
+        (1, "float32", 1e-5, None, 0.0),
+        (512, "float32", 1e-5, None, 0.0),
+        (1, "float32", 1e-5, 9, 1.5),
+        (512, "float32", 1e-5, 70, 0.0),
+        (1, "bfloat16", 2**-7, 9, 1.5),
+    ],
 )
 def test_rows_of_a_cache_on_gpu(
-    mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, programs, dtype, error
-):
+    mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, programs, dtype, error,
+    window, softcap,
+):  # fmt: skip
     monkeypatch.setattr(attention_gpu, "_PROGRAMS", programs)
     q = (random(3, width, heads, 16) / 4).astype(dtype)
     k, v = (random(3, slots, kv_heads, 16).astype(dtype) for _ in "kv")
     starts = put(np.array(starts, np.int32), "batch")
-    attend = jax.jit(attention_gpu.attend, static_argnums=3)
+    limits = {"window": window, "softcap": softcap}
+    attend = jax.jit(functools.partial(attention_gpu.attend, **limits), static_argnums=3)
     out = attend(q, _layer_on_gpu(k, v), starts, kv_heads)
     assert out.dtype == q.dtype
     q, k, v = (x.astype("float32") for x in (q, k, v))
     layer = kv_cache.as_layer(k, v, like=_TWO)
-    want = attention.attend(q, layer, starts, kv_heads)
+    want = attention.attend(q, layer, starts, kv_heads, **limits)
     np.testing.assert_allclose(out.astype("float32"), want, rtol=error, atol=error)
 
 
-def test_rows_on_gpu_read_only_what_they_have_filled(mesh, random):
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_rows_on_gpu_read_only_what_they_have_filled_and_their_window_holds(mesh, random, window):
     q = random(3, 4, 6, 16)
     keys_values = [random(3, 200, 2, 16) for _ in "kv"]
     starts = np.array([0, 61, 130], np.int32)
-    unfilled = np.arange(200)[None, :, None, None] >= starts[:, None, None, None] + 4
-    spoilt = [jnp.where(unfilled, jnp.nan, x) for x in keys_values]
-    attend = jax.jit(attention_gpu.attend, static_argnums=3)
+    after_start = np.arange(200)[None, :, None, None] - starts[:, None, None, None]
+    unread = (after_start >= 4) | (after_start <= -(window or 200))
+    spoilt = [jnp.where(unread, jnp.nan, x) for x in keys_values]
+    attend = functools.partial(attention_gpu.attend, window=window)
+    attend = jax.jit(attend, static_argnums=3)
     outputs = [
         attend(q, _layer_on_gpu(*arrays), put(starts, "batch"), 2)
         for arrays in (keys_values, spoilt)
@@ -119,28 +130,14 @@ def test_rows_on_gpu_read_only_what_they_have_filled(mesh, random):
     np.testing.assert_array_equal(*outputs)
 
 
-@pytest.mark.parametrize("tries", [False, True])
-def test_packed_sequences_on_gpu(mesh, rng, random, tries):
-    arrays = random(2, 30, 4, 16) / 4, *(random(2, 30, 2, 16) for _ in "kv")
-    own = np.tile(np.arange(30), (2, 1))
-    ends = np.minimum(own + rng.integers(1, 20, own.shape), 30)
-    _check_packed(attention_gpu.attend_packed, arrays, ends if tries else None, atol=1e-5)
-
-
 def test_what_the_kernels_of_gpus_refuse(mesh, monkeypatch):
-    assert not attention_gpu.refusal("cached", SMOLLM2, 256)
-    local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6)
-    capped = SMOLLM2.replace(attn_softcap=50.0)
+    local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
     for use in attention.USES:
-        assert "a window of 512 tokens, kernels see all" in attention_gpu.refusal(use, local, 528)
-        assert "a soft cap of 50, kernels have none" in attention_gpu.refusal(use, capped, 256)
-    assert not attention_gpu.refusal("cached", local, 256)  # no query is so far in
-    assert not attention_gpu.refusal("cached", SMOLLM2.replace(final_softcap=30.0), 256)
-    assert "these are 24" in attention_gpu.refusal("cached", SMOLLM2.replace(head_dim=24), 256)
-    assert not attention_gpu.refusal("packed", SMOLLM2, 250)
-    exact = SMOLLM2.replace(dtype="float32")
-    assert not attention_gpu.refusal("cached", exact, 250)
-    assert "float32" in attention_gpu.refusal("packed", exact, 256)
+        for model in (SMOLLM2, QWEN, local, SMOLLM2.replace(dtype="float32", head_dim=256)):
+            assert not attention_gpu.refusal(use, model, 250)
+        for size in (8, 24, 512):
+            line = attention_gpu.refusal(use, SMOLLM2.replace(head_dim=size), 256)
+            assert line == f"heads must be 16, 32, .. 256 wide, these are {size}"
     monkeypatch.setattr(attention_gpu, "_capability", lambda: 7.5)  # a T4, older than Ampere
     for use in attention.USES:
         line = attention_gpu.refusal(use, SMOLLM2, 256)
@@ -154,9 +151,9 @@ def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
     why = f"jax {jax.__version__} has no Triton backend of Pallas"
     with pytest.raises(ValueError, match=f"^model.attention must be .* for cached tokens, {why}$"):
         choose("kernel")
-    assert choose("auto") == ("packed",)
-    line = f"attention over cached tokens: reference ({why})"
-    assert line in capsys.readouterr().out.splitlines()
+    assert choose("auto") == ()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"attention over {use} tokens: reference ({why})" for use in attention.USES]
 
 
 # --- TPU ------------------------------------------------------------------------------------------
