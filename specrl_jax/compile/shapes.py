@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
+from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
 from specrl_jax.algorithms.update import make_batch
 from specrl_jax.algorithms.update_spec import (
@@ -272,8 +273,10 @@ class AbstractRun:
             lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
             rewards, values, batch,
         )  # fmt: skip
+        recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
         return dataclasses.replace(
             batch,
+            recomputed_logprobs=batch.old_logprobs if recomputed else None,
             values=values,
             advantages=estimate.advantages,
             returns=estimate.returns,

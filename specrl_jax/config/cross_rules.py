@@ -28,6 +28,10 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
     )
     rule = f"0 or a divisor of updates.mini_batch_size = {mini}"
     yield "updates.micro_batch_size", rule, not micro or mini % micro == 0
+    updates = rows // mini * config.updates.passes
+    rule = f"rollout or recompute where a rollout feeds {updates} updates (their ratio is not 1)"
+    one_update = meaning(config, "updates.old_logprobs").one_update
+    yield "updates.old_logprobs", rule, updates == 1 or not one_update
     rule = "> 0 where train.steps is 0"
     yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
     held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
@@ -91,8 +95,8 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     for reason in unforeseen + partial_rows:
         yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
     for reason in waits + partial_rows:
-        from_rollout = config.updates.old_logprobs == "rollout"
-        yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
+        by_update = meaning(config, "updates.old_logprobs").by_update
+        yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:

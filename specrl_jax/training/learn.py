@@ -1,7 +1,6 @@
 """Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,8 +13,8 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
+from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.losses import policy_metrics
-from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     critic_values,
@@ -39,7 +38,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        # They undo the bias of the acceptance rule, and are capped later.
+        # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
             collected.rollout,
             np.float32(run.log_lenience),
@@ -91,9 +90,6 @@ def _update_by_mini_batches(
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
     batch, values = _with_other_logprobs(run, state, batch)
-    if batch.weights is not None:
-        batch, more = _capped(batch, run.config.algorithm.importance_cap)
-        values |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         values |= more
@@ -129,7 +125,7 @@ def _count_updates(opt_state: Any) -> int:
 def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     values = {}
-    recompute = run.config.updates.old_logprobs == "recompute"
+    recompute = OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed
     penalized = run.config.algorithm.kl_coef > 0
     if not recompute and not penalized:
         return batch, values
@@ -137,25 +133,11 @@ def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch
     if recompute:
         old = logprobs(run.update_spec, state.policy(run.model), packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
-        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
-            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
-            batch = dataclasses.replace(batch, weights=weights)
-        batch = dataclasses.replace(batch, old_logprobs=old)
+        batch = dataclasses.replace(batch, recomputed_logprobs=old)
     if penalized:
         reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
-
-
-@functools.partial(jax.jit, static_argnames="cap")
-def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
-    """Cap the importance weights (Ionides, "Truncated importance sampling", JCGS 17, 2008)."""
-    weights = jnp.minimum(batch.weights, cap)
-    above = (batch.weights > cap).astype(jnp.float32)
-    return dataclasses.replace(batch, weights=weights), {
-        "policy/importance_mean": masked_mean(weights, batch.mask),
-        "policy/importance_capped": masked_mean(above, batch.mask),
-    }
 
 
 def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:

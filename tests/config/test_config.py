@@ -31,6 +31,8 @@ GUESS = {"environment.name": "guess"}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
+CURRENT = {"updates.old_logprobs": "current"}
+ONE_UPDATE = {"updates.mini_batch_size": 32}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4, "updates.micro_batch_size": 4}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
@@ -54,6 +56,9 @@ IMPOSSIBLE = [
     (RECOMPUTE | {"rollout.partial": 1}, "updates.old_logprobs", "rollout.partial is > 0"),
     (RECOMPUTE | SPEED, "updates.old_logprobs", "curriculum.name is speed"),
     (RECOMPUTE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
+    (CURRENT, "updates.old_logprobs", "a rollout feeds 2 updates"),
+    (CURRENT | ONE_UPDATE | {"updates.passes": 2}, "updates.old_logprobs", "feeds 2 updates"),
+    (CURRENT | ONE_UPDATE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
