@@ -138,7 +138,7 @@ def base() -> ConfigDict:
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
-    algorithm.advantage = "auto"  # group (rewards compared) | gae (critic) | auto: by critic.kind
+    algorithm.advantage = "auto"  # group | gdpo (a sum's rewards apart) | gae (critic) | auto
     algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
     algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
     algorithm.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)

@@ -29,7 +29,7 @@ ALLOWED = {
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
-    "algorithms/advantages": PURE,
+    "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},
     "data": {"inputs", "models/gguf", "rewards/environments", "rewards/scorers", "types"},
     "models": {"hosts", "inputs", "sharding"},

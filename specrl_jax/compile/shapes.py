@@ -263,12 +263,14 @@ class AbstractRun:
         rows = config.rollout.prompts_per_step * trained_group_size(config)
         rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
         batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
-        rewards = array(np.float32, (rows,), "batch")
         values = None
         if self.update_spec.critic:
             evaluate = functools.partial(critic_values, self.update_spec)
             values = abstract(evaluate, self.state, self.packed(rows), self.frozen)
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
+        rewards = array(np.float32, (rows,), "batch")
+        if settings.reward_weights:
+            rewards = array(np.float32, (rows, len(settings.reward_weights)), "batch", None)
         estimate = abstract(
             lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
             rewards, values, batch,

@@ -45,7 +45,8 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
 def _groups(config: ConfigDict) -> Iterator[Check]:
     group = config.rollout.group_size
     settings = config.curriculum
-    compares = table("algorithms.advantages:choose_advantage")(config).min_group_size > 1
+    advantage = table("algorithms.advantages:choose_advantage")(config)
+    compares = advantage.min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group >= 2
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
@@ -58,6 +59,23 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     rule = f"a divisor of rollout.group_size = {group} and less"
     yield "curriculum.screening", rule, group % first == 0 and first < group
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+
+
+def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of an advantage that takes the rewards of a sum apart."""
+    if not table("algorithms.advantages:choose_advantage")(config).by_function:
+        return
+    where = f"where algorithm.advantage is {config.algorithm.advantage}"
+    is_sum = len(table("inputs:reward_terms")(config.reward.name)) > 1
+    yield "reward.name", f"a sum of functions {where}", is_sum
+    rule = f"0 {where} (it takes the rewards before they are summed)"
+    yield "reward.threshold", rule, not config.reward.threshold
+    rule = f'"" {where} (an environment has one reward)'
+    yield "environment.name", rule, not config.environment.name
+    rule = f"False {where} (groups wait with the sum alone)"
+    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
+    rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
+    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
 
 
 def _drafts(config: ConfigDict) -> Iterator[Check]:
@@ -176,6 +194,7 @@ def _sizes(config: ConfigDict) -> Iterator[Check]:
 RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
+    _rewards_apart,
     _drafts,
     _carry_over,
     _environment,

@@ -24,6 +24,7 @@ from specrl_jax.algorithms.scoring import (
 )
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
+from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
 from specrl_jax.training.build import frozen_steps
 from specrl_jax.training.collect import TrainBatch
@@ -54,15 +55,27 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the task's rewards, less the price of a response's length, and that price's metric."""
+    """Return the rewards to learn from, and the metric of what a response's length costs.
+
+    They are float32 [B], the task's rewards less that price, or [B, K], as
+    `Advantage.by_function` says.
+    """
     settings = run.config.reward
+    by_function = choose_advantage(run.config).by_function
+    rewards = collected.rewards
+    if by_function:
+        names = reward_terms(settings.name)
+        rewards = np.stack([collected.by_function[name] for name in names], axis=1)
     if not settings.overlong_tokens:
-        return collected.rewards, {}
+        return rewards, {}
     lens = hosts.fetch(collected.rollout.lens)
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
-    rewards = (collected.rewards - penalty).astype(np.float32)
-    return rewards, {"reward/overlong": float(np.mean(penalty))}
+    if by_function:
+        rewards = np.concatenate([rewards, penalty[:, None]], axis=1)
+    else:
+        rewards = rewards - penalty
+    return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
 
 
 def with_advantages(
@@ -76,7 +89,8 @@ def with_advantages(
         values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
-    estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
+    rewards = put(rewards, "batch", *(None,) * (rewards.ndim - 1))
+    estimate = advantage.estimate(rewards, values, batch.mask, config)
     batch = dataclasses.replace(
         batch, values=values, advantages=estimate.advantages, returns=estimate.returns
     )
