@@ -138,7 +138,7 @@ def base() -> ConfigDict:
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
-    algorithm.advantage = "auto"  # group (rewards compared) | gae (critic) | auto: by critic.kind
+    algorithm.advantage = "auto"  # group | gdpo (a sum's rewards apart) | gae (critic) | auto
     algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
     algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
     algorithm.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)
@@ -152,6 +152,15 @@ def base() -> ConfigDict:
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off
     algorithm.importance_cap = 0.0  # TIS: cap of the weight π / what a token came from; 0: off
+    algorithm.mask = mask = ConfigDict()  # tokens without gradient, by r = π_train / π_rollout
+    mask.token_low = 0.0  # a token's r below this; IcePop 0.5; 0: off, as below
+    mask.token_high = 0.0  # a token's r above this; IcePop 5
+    mask.row_low = 0.0  # a response's geometric mean of r below this; SkyRL 0.99
+    mask.row_high = 0.0  # a response's geometric mean of r above this; SkyRL 1.01
+    mask.outlier_low = 0.0  # any r of a response below this; SkyRL 1e-4
+    mask.outlier_high = 0.0  # any r of a response above this; SkyRL 100
+    mask.negative_kl = 0.0  # KL of a response of negative advantage above this: DeepSeek-V3.2
+    mask.binary_kl = 0.0  # either KL of token against all others above this; KPop 0.1
     algorithm.dynamic_sampling = False  # DAPO: sample until a whole batch of groups has signal
     algorithm.max_gen_batches = 10  # at most so many rollouts a step (dynamic_sampling, speed)
 
@@ -197,7 +206,7 @@ def base() -> ConfigDict:
     updates.epsilon = 1e-8  # added to the root of the second moment
     updates.clip_norm = 1.0  # global gradient norm; 0: off; paper 1.0
     updates.skip_nonfinite = 0  # skip updates with NaN or inf, so many in a row end the run; 0: one
-    updates.old_logprobs = "rollout"  # rollout (as sampled) | recompute (one more pass)
+    updates.old_logprobs = "rollout"  # rollout | recompute (one more pass) | current (ratio 1)
 
     config.train = train = ConfigDict()
     train.epochs = 4  # passes over the training prompts; paper 15

@@ -198,8 +198,10 @@ class Batch:
     tokens: Array  # int32 [B, T], right-padded
     prompt_lens: Array  # int32 [B]
     response_lens: Array  # int32 [B]
-    old_logprobs: Array  # float32 [B, R]
+    old_logprobs: Array  # float32 [B, R], as the rollout gave them
     advantages: Array  # float32 [B, R]
+    # float32 [B, R], under the same policy by the update's arithmetic; None: not asked for
+    recomputed_logprobs: Array | None = None
     ref_logprobs: Array | None = None  # float32 [B, R]; None without a reference
     values: Array | None = None  # float32 [B, R], the critic's before the update; None without one
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one

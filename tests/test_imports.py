@@ -14,7 +14,10 @@ PACKAGE = "specrl_jax"
 ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 
 # What of ours a module may import. A folder may import its own files.
-PURE = {"types", "algorithms/masked", "algorithms/losses", "algorithms/advantages"}
+PURE = {
+    "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
+    "algorithms/advantages",
+}  # fmt: skip
 ALLOWED = {
     "__init__": set(),
     "hosts": set(),
@@ -24,8 +27,9 @@ ALLOWED = {
     "types": {"sharding"},
     "algorithms": {"hosts", "models", "packing", "sharding", "types"},
     "algorithms/masked": PURE,
+    "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
-    "algorithms/advantages": PURE,
+    "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},
     "data": {"inputs", "models/gguf", "rewards/environments", "rewards/scorers", "types"},
     "models": {"hosts", "inputs", "sharding"},

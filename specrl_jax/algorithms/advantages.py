@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.inputs import reward_terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,16 @@ class AdvantageConfig:
     leave_one_out: bool  # compare with the mean of the others
     gamma: float  # discount per token, in [0, 1]
     gae_lambda: float  # in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias)
+    reward_weights: tuple[float, ...] = ()  # of K rewards, where an advantage takes each apart
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
+        weights = ()
+        if choose_advantage(config).by_function:
+            weights = tuple(reward_terms(config.reward.name).values())
+            weights += (-1.0,) * bool(config.reward.overlong_tokens)
         return cls(
+            reward_weights=weights,
             group_size=group_size,
             normalize_std=config.algorithm.normalize_std,
             leave_one_out=config.algorithm.leave_one_out,
@@ -49,11 +56,13 @@ class Estimate(NamedTuple):
 class Advantage:
     """One choice of `config.algorithm.advantage`."""
 
-    # (rewards [B], values [B, R] or None, mask [B, R], config) → Estimate. Rows of a group are
-    # contiguous; all arrays are split along B.
+    # (rewards [B] or [B, K], values [B, R] or None, mask [B, R], config) → Estimate. Rows of a
+    # group are contiguous; all arrays are split along B.
     estimate: Callable[[Array, Array | None, Array, AdvantageConfig], Estimate]
     needs_critic: bool  # values are given, and returns are asked for
     min_group_size: int = 1  # responses per prompt
+    # Rewards are [B, K]: of each function of a sum, and last of all the price of length, if any.
+    by_function: bool = False
 
 
 def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
@@ -85,6 +94,31 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     if config.leave_one_out:
         centred = centred * (size / (size - 1))
     return centred.reshape(rows)
+
+
+def group_decoupled(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
+    """Return the advantage [B] of a response by K rewards (GDPO, arXiv 2601.05242, section 3).
+
+        Aᵢ = Σₖ wₖ·Aᵢₖ / (std(Σₖ wₖ·Aₖ) + ε),    Aᵢₖ: `group_relative` of reward k
+
+    Each reward is normalised in its group before the sum, so that two responses with the same sum
+    of rewards may differ. std is over the batch, √(Σ x² / (B − 1)); the mean is 0, as in each
+    group. Worked row, G = 2, weights 1: rewards (0, 1) and (0, 2) in one group, (0, 1) and (1, 1)
+    in the other: A₁ = ∓0.707 ∓0.707, A₂ = ∓0.707 0; sums ∓1.414 ∓0.707, std 1.291, advantages
+    ∓1.095 ∓0.548.
+
+    rewards: float [B, K], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
+    config: `reward_weights` has the K weights w.
+    epsilon: ε, without unit.
+    """
+    weighted = [
+        weight * group_relative(rewards[:, k], config)
+        for k, weight in enumerate(config.reward_weights)
+    ]
+    total = sum(weighted)
+    xp = rewards.__array_namespace__()
+    variance = xp.sum(xp.square(total)) / (len(total) - 1)
+    return total / (xp.sqrt(variance) + epsilon)
 
 
 def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
@@ -136,12 +170,18 @@ def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
 
 
 def _estimate_by_group(
-    rewards: Array, values: Array | None, mask: Array, config: AdvantageConfig
+    rewards: Array,
+    values: Array | None,
+    mask: Array,
+    config: AdvantageConfig,
+    *,
+    compare: Callable[[Array, AdvantageConfig], Array],
 ) -> Estimate:
-    """Estimate by `group_relative`, the same for all tokens of a response."""
-    whole = jax.sharding.reshard(rewards, jax.P(None))  # a group may lie on two devices
-    advantages = group_relative(whole, config)
-    advantages = jax.sharding.reshard(advantages, jax.typeof(rewards).sharding.spec)
+    """Estimate by `compare(rewards, config)`, the same for all tokens of a response."""
+    # A group may lie on two devices.
+    whole = jax.sharding.reshard(rewards, jax.P(*(None,) * rewards.ndim))
+    advantages = compare(whole, config)
+    advantages = jax.sharding.reshard(advantages, jax.P(jax.typeof(rewards).sharding.spec[0]))
     return Estimate(jnp.where(mask, advantages[:, None], 0), None, {})
 
 
@@ -166,7 +206,17 @@ def _estimate_by_gae(
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group": Advantage(_estimate_by_group, needs_critic=False, min_group_size=2),
+    "group": Advantage(
+        functools.partial(_estimate_by_group, compare=group_relative),
+        needs_critic=False,
+        min_group_size=2,
+    ),
+    "gdpo": Advantage(
+        functools.partial(_estimate_by_group, compare=group_decoupled),
+        needs_critic=False,
+        min_group_size=2,
+        by_function=True,
+    ),
     "gae": Advantage(_estimate_by_gae, needs_critic=True),
 }
 

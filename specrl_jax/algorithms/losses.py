@@ -9,24 +9,28 @@ passed as `normalizer`, losses and gradients of micro-batches *add up* to the mi
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specrl_jax.algorithms.corrections import (
+    MASKS,
+    MAX_LOG_RATIO,
+    OLD_LOGPROBS,
+    capped_weights,
+    exp_bounded,
+    find_masked,
+)
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Batch
-
-# Log-ratios are bounded by ±20, where the gradient is 0. e^20 = 4.9e8 keeps products with
-# advantages finite; e^89 is inf in float32, and inf · 0 in the gradient of a branch that is not
-# taken is nan. No clip range reaches it. Differs from verl: GSPO's log s is bounded by 10 there.
-MAX_LOG_RATIO = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Settings of `policy_loss`, as in `config.algorithm`; hashable."""
+    """Settings of `policy_loss`, as in `config.algorithm` and `config.updates`; hashable."""
 
     objective: str = "clip"  # key of OBJECTIVES
     ratio: str = "token"  # key of RATIOS
@@ -38,14 +42,13 @@ class LossConfig:
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
     solution_coef: float = 0.0  # weight of a solution's log-likelihood
+    importance_cap: float = math.inf  # of the batch's importance weights, where it has any
+    masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
+    old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
     max_response_len: int  # tokens, >= 1
 
 
 # Objectives ---------------------------------------------------------------------------------
-
-
-def _exp(log_ratio: Array) -> Array:
-    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def clipped_surrogate(
@@ -68,7 +71,7 @@ def clipped_surrogate(
     Returns the loss [B, R], and bool [B, R]: a clip (low, high or dual) holds this token's loss
     constant, so that it has no gradient.
     """
-    ratio = _exp(log_ratio)
+    ratio = exp_bounded(log_ratio)
     low = 1 - config.clip_low
     high = 1 + config.clip_high
     clipped_ratio = jnp.clip(ratio, low, high)
@@ -95,7 +98,7 @@ def clipped_weight(
     Arguments as in `clipped_surrogate`; the gradient is that of `logprobs`. The bool that is
     returned says that the weight was clipped.
     """
-    ratio = _exp(log_ratio)
+    ratio = exp_bounded(log_ratio)
     low = 1 - config.clip_low
     high = 1 + config.clip_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
@@ -186,7 +189,7 @@ def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> 
     value = no_gradient(KL_ESTIMATORS[estimator](ref_log_ratio))
     fixed = no_gradient(ref_log_ratio)
     with_gradient = value + fixed * (ref_log_ratio - fixed)  # adds 0
-    return no_gradient(_exp(token_log_ratio)) * with_gradient
+    return no_gradient(exp_bounded(token_log_ratio)) * with_gradient
 
 
 # Aggregation --------------------------------------------------------------------------------
@@ -245,33 +248,38 @@ def policy_loss(
 
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
-    A token of a row that holds a given solution has −c·log π in place of these terms, c the
-    `solution_coef` (SuperRL, arXiv 2506.01096).
+    A token that a mask of `config.masks` leaves out has the loss 0 and counts in the mean, as in
+    IcePop and DeepSeek-V3.2. A token of a row that holds a given solution has −c·log π in place of
+    these terms, c the `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
-    batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w), `given` and `mask` are
-        read. What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
+    batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`, `weights` (w before
+        `capped_weights`), `given` and `mask` are read. What lies outside the mask reaches neither
+        loss, gradient nor sums, be it inf. Rows are whole.
     normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
-    `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
-    k3 and has no weights. Given tokens count in none of these, but in `given_tokens` and
-    `given_nll`. Add them over micro-batches, then `policy_metrics`.
+    `entropy`, `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of each mask; with weights
+    `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
+    weights. Given tokens count in none of these, but in `given_tokens` and `given_nll`. Add them
+    over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
     logprobs = jnp.where(mask, logprobs, 0)
     entropy = jnp.where(mask, entropy, 0)
     advantages = jnp.where(mask, batch.advantages, 0)
-    token_log_ratio = logprobs - jnp.where(mask, batch.old_logprobs, 0)
+    policies = OLD_LOGPROBS[config.old_logprobs].read(jax.lax.stop_gradient(logprobs), batch)
+    policies = jax.tree.map(lambda x: jnp.where(mask, x, 0), policies)
+    token_log_ratio = logprobs - policies.old
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
     per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
     values = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
-        "ratio_mean": _exp(token_log_ratio),
+        "ratio_mean": exp_bounded(token_log_ratio),
         "entropy": entropy,
-        "logprob_gap": jnp.abs(token_log_ratio),
+        "logprob_gap": jnp.abs(policies.current - policies.rollout),
     }
     if batch.ref_logprobs is not None:
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
@@ -280,9 +288,16 @@ def policy_loss(
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
     if batch.weights is not None:
-        per_token = per_token * jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0))
+        weights = jnp.where(mask, batch.weights, 0)
+        weights, capped = capped_weights(weights, policies, config.importance_cap)
+        per_token = per_token * jax.lax.stop_gradient(weights)
+        values["importance_mean"] = weights
+        values["importance_capped"] = capped.astype(logprobs.dtype)
     if config.entropy_coef:  # exact at each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
+    for name, masked in find_masked(config.masks, policies, advantages, mask).items():
+        per_token = jnp.where(masked, 0, per_token)
+        values[f"masked_{name}"] = masked.astype(logprobs.dtype)
     sampled = mask
     sums = {}
     if batch.given is not None:
@@ -303,7 +318,8 @@ def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
     the first update of a step, where the weights are still the rollout's.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
-    means = ("clip_fraction", "ratio_mean", "entropy", "kl")
+    means = ["clip_fraction", "ratio_mean", "entropy", "kl", "importance_mean", "importance_capped"]
+    means += [f"masked_{name}" for name in MASKS]
     return {f"policy/{name}": sums[name] / tokens for name in means if name in sums}
 
 

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from specrl_jax.algorithms.advantages import has_critic
+from specrl_jax.algorithms.corrections import masks_from
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
@@ -88,12 +89,16 @@ def make_update_spec(
     has_draft_head: the rollout drafts by a learned head. Raises ValueError in one line where the
     model or the mesh does not allow its settings.
     """
-    fields = [field.name for field in dataclasses.fields(LossConfig)]
-    fields.remove("max_response_len")
-    loss = {name: config.algorithm[name] for name in fields}
+    fields = {field.name for field in dataclasses.fields(LossConfig)}
+    loss = {name: value for name, value in config.algorithm.items() if name in fields}
+    loss |= {
+        "masks": masks_from(config.algorithm.mask),
+        "old_logprobs": config.updates.old_logprobs,
+        "max_response_len": config.rollout.response_len,
+    }
     return UpdateSpec(
         model=model,
-        loss=LossConfig(**loss, max_response_len=config.rollout.response_len),
+        loss=LossConfig(**loss),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.rollout.logits_chunk,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.compile.shapes import (
@@ -142,7 +143,7 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     every = run.packed(rows)
     kept = (run.state, run.frozen)
     scored = {}
-    if settings.updates.old_logprobs == "recompute":
+    if OLD_LOGPROBS[settings.updates.old_logprobs].recomputed:
         scored["log-probs"] = run.policy
     if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
         scored["log-probs of the reference"] = run.reference_policy

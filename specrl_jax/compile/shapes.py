@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
+from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.scoring import PackedRows, RowTokens, critic_values, pack_rows
 from specrl_jax.algorithms.update import make_batch
 from specrl_jax.algorithms.update_spec import (
@@ -262,18 +263,22 @@ class AbstractRun:
         rows = config.rollout.prompts_per_step * trained_group_size(config)
         rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
         batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
-        rewards = array(np.float32, (rows,), "batch")
         values = None
         if self.update_spec.critic:
             evaluate = functools.partial(critic_values, self.update_spec)
             values = abstract(evaluate, self.state, self.packed(rows), self.frozen)
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
+        rewards = array(np.float32, (rows,), "batch")
+        if settings.reward_weights:
+            rewards = array(np.float32, (rows, len(settings.reward_weights)), "batch", None)
         estimate = abstract(
             lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
             rewards, values, batch,
         )  # fmt: skip
+        recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
         return dataclasses.replace(
             batch,
+            recomputed_logprobs=batch.old_logprobs if recomputed else None,
             values=values,
             advantages=estimate.advantages,
             returns=estimate.returns,

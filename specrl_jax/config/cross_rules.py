@@ -25,6 +25,10 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
         "(rollout.prompts_per_step x rollout.group_size)",
         rows % mini == 0,
     )
+    updates = rows // mini * config.updates.passes
+    rule = f"rollout or recompute where a rollout feeds {updates} updates (their ratio is not 1)"
+    one_update = meaning(config, "updates.old_logprobs").one_update
+    yield "updates.old_logprobs", rule, updates == 1 or not one_update
     rule = "> 0 where train.steps is 0"
     yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
     held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
@@ -38,7 +42,8 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
 def _groups(config: ConfigDict) -> Iterator[Check]:
     group = config.rollout.group_size
     settings = config.curriculum
-    compares = table("algorithms.advantages:choose_advantage")(config).min_group_size > 1
+    advantage = table("algorithms.advantages:choose_advantage")(config)
+    compares = advantage.min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group >= 2
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
@@ -51,6 +56,23 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     rule = f"a divisor of rollout.group_size = {group} and less"
     yield "curriculum.screening", rule, group % first == 0 and first < group
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+
+
+def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of an advantage that takes the rewards of a sum apart."""
+    if not table("algorithms.advantages:choose_advantage")(config).by_function:
+        return
+    where = f"where algorithm.advantage is {config.algorithm.advantage}"
+    is_sum = len(table("inputs:reward_terms")(config.reward.name)) > 1
+    yield "reward.name", f"a sum of functions {where}", is_sum
+    rule = f"0 {where} (it takes the rewards before they are summed)"
+    yield "reward.threshold", rule, not config.reward.threshold
+    rule = f'"" {where} (an environment has one reward)'
+    yield "environment.name", rule, not config.environment.name
+    rule = f"False {where} (groups wait with the sum alone)"
+    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
+    rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
+    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
 
 
 def _drafts(config: ConfigDict) -> Iterator[Check]:
@@ -88,8 +110,8 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     for reason in unforeseen + partial_rows:
         yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
     for reason in waits + partial_rows:
-        from_rollout = config.updates.old_logprobs == "rollout"
-        yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
+        by_update = meaning(config, "updates.old_logprobs").by_update
+        yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:
@@ -169,6 +191,7 @@ def _sizes(config: ConfigDict) -> Iterator[Check]:
 RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
+    _rewards_apart,
     _drafts,
     _carry_over,
     _environment,

@@ -59,8 +59,8 @@ def _rule(config: ConfigDict) -> Any:
     return meaning(config, "rollout.accept")
 
 
-def _recomputes(config: ConfigDict) -> bool:
-    return config.updates.old_logprobs == "recompute"
+def _old(config: ConfigDict) -> Any:
+    return meaning(config, "updates.old_logprobs")
 
 
 def _chooses_prompts(name: str) -> Callable[[ConfigDict], bool]:
@@ -128,9 +128,10 @@ DUAL_CLIP = When(
     lambda c: meaning(c, "algorithm.objective") is not table("algorithms.losses:clipped_weight"),
 )
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
-WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _recomputes(c) or _draft(c).previous)
+RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
+WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _old(c).by_update or _draft(c).previous)
 WEIGHTED_RULE = When(
-    "rollout.accept", lambda c: _recomputes(c) or _rule(c).importance_weight is not None
+    "rollout.accept", lambda c: _old(c).by_update or _rule(c).importance_weight is not None
 )
 SEVERAL_ROLLOUTS = When(
     "algorithm.dynamic_sampling",
@@ -281,10 +282,10 @@ FIELDS: dict[str, Field] = {
     "algorithm.normalize_std": _row(SWITCH, BY_GROUP),
     "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, idle=False),
     "algorithm.objective": _row(one_of("algorithms.losses:OBJECTIVES")),
-    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS")),
-    "algorithm.clip_low": _row(SHARE, may_change=ORIGIN),
-    "algorithm.clip_high": _row(within(0, 1e6), may_change=ORIGIN),
-    "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, idle=0.0, may_change=ORIGIN),
+    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS"), RATIO),
+    "algorithm.clip_low": _row(SHARE, RATIO, may_change=ORIGIN),
+    "algorithm.clip_high": _row(within(0, 1e6), RATIO, may_change=ORIGIN),
+    "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=ORIGIN),
     "algorithm.aggregation": _row(one_of("algorithms.losses:AGGREGATIONS")),
     "algorithm.kl_coef": _row(WEIGHT, may_change=ORIGIN),
     "algorithm.kl_estimator": _row(
@@ -293,6 +294,14 @@ FIELDS: dict[str, Field] = {
     "algorithm.entropy_coef": _row(FINITE, may_change=ORIGIN),
     "algorithm.solution_coef": _row(WEIGHT, may_change=ORIGIN),
     "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
+    "algorithm.mask.token_low": _row(BELOW_ONE, may_change=ORIGIN),
+    "algorithm.mask.token_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
+    "algorithm.mask.row_low": _row(BELOW_ONE, may_change=ORIGIN),
+    "algorithm.mask.row_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
+    "algorithm.mask.outlier_low": _row(BELOW_ONE, may_change=ORIGIN),
+    "algorithm.mask.outlier_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
+    "algorithm.mask.negative_kl": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.mask.binary_kl": _row(WEIGHT, may_change=ORIGIN),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
     "critic.kind": _row(one_of("none", "models.transformer:CRITIC_KINDS")),
@@ -334,7 +343,7 @@ FIELDS: dict[str, Field] = {
     "updates.epsilon": _row(within(1e-20, 1), may_change=ORIGIN),  # less vanishes in a float32
     "updates.clip_norm": _row(within(0, 1e6), may_change=ORIGIN),
     "updates.skip_nonfinite": _row(integer(), may_change=ORIGIN),
-    "updates.old_logprobs": _row(one_of("rollout", "recompute"), may_change=ORIGIN),
+    "updates.old_logprobs": _row(one_of("algorithms.corrections:OLD_LOGPROBS"), may_change=ORIGIN),
     "train.epochs": _row(integer(), BY_EPOCHS, may_change=RUN),
     "train.steps": _row(integer(), may_change=RUN),
     "warmup.steps": _row(integer()),

@@ -96,8 +96,8 @@ METRICS: dict[str, Metric] = {
     "reuse/kl": Metric("mean of r − 1 − log r, r = π / π_old, of accepted tokens", "nats"),
     "reuse/rejected_mass": Metric("rejections over verified draft positions", "1"),
     # Updates
-    # Means over tokens, but for importance_*, are over the rows that the update computes: all, or
-    # those with a signal (updates.skip_no_signal). Absent where there are none.
+    # Means over tokens are over the rows that the update computes: all, or those with a signal
+    # (updates.skip_no_signal). Absent where there are none.
     "policy/loss": Metric("loss, mean over the step's updates", "1"),
     "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": Metric("entropy per token of the untruncated policy", "nats"),
@@ -105,6 +105,16 @@ METRICS: dict[str, Metric] = {
     "policy/ratio_mean": Metric("π / π_old, mean over tokens", "1"),
     "policy/importance_mean": Metric("importance weight after its cap, mean over tokens", "1"),
     "policy/importance_capped": Metric("share of tokens whose importance weight is capped", "1"),
+    "policy/masked_token_low": Metric("share of tokens masked, their ratio is too low", "1"),
+    "policy/masked_token_high": Metric("share of tokens masked, their ratio is too high", "1"),
+    "policy/masked_row_low": Metric("share of tokens masked, their row's mean is too low", "1"),
+    "policy/masked_row_high": Metric("share of tokens masked, their row's mean is too high", "1"),
+    "policy/masked_outlier_low": Metric("share of tokens masked, their row has a low ratio", "1"),
+    "policy/masked_outlier_high": Metric("share of tokens masked, their row has a high ratio", "1"),
+    "policy/masked_negative_kl": Metric(
+        "share of tokens masked, of negative advantage in a row of a large KL", "1"
+    ),
+    "policy/masked_binary_kl": Metric("share of tokens masked, their binary KL is large", "1"),
     "policy/solution_nll": Metric("-log π of the solutions that are learned, mean", "nats"),
     "policy/rollout_train_logprob_gap": Metric("|rollout's − training's log-prob| a token", "nats"),
     "critic/loss": Metric("critic's loss per token, mean over the step's updates", "1"),

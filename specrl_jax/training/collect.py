@@ -43,6 +43,8 @@ class TrainBatch:
     rewards: np.ndarray  # float32 [Q * G]
     metrics: dict[str, float]  # of how it came about
     rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
+    # float32 [Q * G] of each function of a sum, before its weight; {} where groups wait
+    by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class WholeRollout:
@@ -77,11 +79,16 @@ class WholeRollout:
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return what the step trains on; what is left for the next one goes into `state`."""
         (responses,) = rollouts
+        scores = responses.scores
         return TrainBatch(
             responses.prompts,
             responses.rollout,
-            responses.scores.rewards,
+            scores.rewards,
             responses.result.metrics(),
+            by_function={
+                name: np.where(scores.failed, 0, rewards).astype(np.float32)
+                for name, rewards in scores.by_function.items()
+            },
         )
 
 

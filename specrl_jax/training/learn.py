@@ -1,7 +1,6 @@
 """Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,8 +13,8 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
+from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.losses import policy_metrics
-from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     RowTokens,
@@ -26,6 +25,7 @@ from specrl_jax.algorithms.scoring import (
 )
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
+from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
 from specrl_jax.training.build import frozen_steps
 from specrl_jax.training.collect import TrainBatch
@@ -41,7 +41,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        # They undo the bias of the acceptance rule, and are capped later.
+        # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
             collected.rollout,
             np.float32(run.log_lenience),
@@ -57,15 +57,27 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the task's rewards, less the price of a response's length, and that price's metric."""
+    """Return the rewards to learn from, and the metric of what a response's length costs.
+
+    They are float32 [B], the task's rewards less that price, or [B, K], as
+    `Advantage.by_function` says.
+    """
     settings = run.config.reward
+    by_function = choose_advantage(run.config).by_function
+    rewards = collected.rewards
+    if by_function:
+        names = reward_terms(settings.name)
+        rewards = np.stack([collected.by_function[name] for name in names], axis=1)
     if not settings.overlong_tokens:
-        return collected.rewards, {}
+        return rewards, {}
     lens = hosts.fetch(collected.rollout.lens)
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
-    rewards = (collected.rewards - penalty).astype(np.float32)
-    return rewards, {"reward/overlong": float(np.mean(penalty))}
+    if by_function:
+        rewards = np.concatenate([rewards, penalty[:, None]], axis=1)
+    else:
+        rewards = rewards - penalty
+    return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
 
 
 def with_advantages(
@@ -79,7 +91,8 @@ def with_advantages(
         values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
-    estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
+    rewards = put(rewards, "batch", *(None,) * (rewards.ndim - 1))
+    estimate = advantage.estimate(rewards, values, batch.mask, config)
     batch = dataclasses.replace(
         batch, values=values, advantages=estimate.advantages, returns=estimate.returns
     )
@@ -93,9 +106,6 @@ def _update_by_mini_batches(
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
     batch, values = _with_other_logprobs(run, state, batch, host)
-    if batch.weights is not None:
-        batch, more = _capped(batch, run.config.algorithm.importance_cap)
-        values |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         host = RowTokens.fetch(batch)
@@ -134,7 +144,7 @@ def _with_other_logprobs(
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     values = {}
-    recompute = run.config.updates.old_logprobs == "recompute"
+    recompute = OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed
     penalized = run.config.algorithm.kl_coef > 0
     if not recompute and not penalized:
         return batch, values
@@ -142,25 +152,11 @@ def _with_other_logprobs(
     if recompute:
         old = logprobs(run.update_spec, state.policy(run.model), packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
-        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
-            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
-            batch = dataclasses.replace(batch, weights=weights)
-        batch = dataclasses.replace(batch, old_logprobs=old)
+        batch = dataclasses.replace(batch, recomputed_logprobs=old)
     if penalized:
         reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
-
-
-@functools.partial(jax.jit, static_argnames="cap")
-def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
-    """Cap the importance weights (Ionides, "Truncated importance sampling", JCGS 17, 2008)."""
-    weights = jnp.minimum(batch.weights, cap)
-    above = (batch.weights > cap).astype(jnp.float32)
-    return dataclasses.replace(batch, weights=weights), {
-        "policy/importance_mean": masked_mean(weights, batch.mask),
-        "policy/importance_capped": masked_mean(above, batch.mask),
-    }
 
 
 def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:

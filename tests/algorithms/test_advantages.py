@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from specrl_jax.algorithms.advantages import (
     ADVANTAGES,
     AdvantageConfig,
     gae,
+    group_decoupled,
     group_relative,
     overlong_penalty,
     whiten,
@@ -127,3 +130,50 @@ def test_length_costs_as_in_dapo():
     np.testing.assert_array_equal(
         overlong_penalty(np.array([6, 7, 8, 10]), 10, 4), [0, 0.25, 0.5, 1]
     )
+
+
+def test_each_reward_is_normalised_before_the_sum():
+    """By hand, as in GDPO's figure 2: GRPO cannot tell the sums 0, 1 from 0, 2, GDPO can."""
+    first = np.array([0, 1, 0, 1], np.float32)
+    second = np.array([0, 0, 0, 1], np.float32)
+    by_sum = group_relative(first + second, config(2, True))
+    np.testing.assert_allclose(by_sum[:2], by_sum[2:], atol=1e-5)
+    settings = dataclasses.replace(config(2, True), reward_weights=(1.0, 1.0))
+    got = group_decoupled(np.stack([first, second], axis=1), settings)
+    # Sums ∓0.7071 and ∓1.4142; their standard deviation is √((2 · 0.5 + 2 · 2) / 3) = 1.29099.
+    expected = [-0.54772, 0.54772, -1.09545, 1.09545]
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    # The weight comes after the normalisation: 3 times a reward is not 3 times its weight.
+    scaled = group_decoupled(np.stack([first, 3 * second], axis=1), settings)
+    np.testing.assert_allclose(scaled, got, rtol=1e-4)
+
+
+def test_decoupled_advantages_by_another_formula():
+    """Three rewards of other weights, group by group in float64; equal rewards give exactly 0."""
+    rewards = np.random.default_rng(8).integers(0, 3, (12, 3)).astype(np.float32)
+    rewards[:4] = rewards[0]
+    weights = np.array([1.0, 0.5, -2.0])
+    settings = dataclasses.replace(config(4, True), reward_weights=tuple(weights))
+    total = np.zeros(12)
+    for start in range(0, 12, 4):
+        for k in range(3):
+            group = rewards[start : start + 4, k].astype(np.float64)
+            total[start : start + 4] += (
+                weights[k] * (group - group.mean()) / (group.std(ddof=1) + 1e-6)
+            )
+    got = group_decoupled(rewards, settings)
+    np.testing.assert_allclose(got, total / (total.std(ddof=1) + 1e-6), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(got[:4], 0)
+    np.testing.assert_array_equal(group_decoupled(np.ones_like(rewards), settings), 0)
+
+
+def test_decoupled_advantages_on_a_mesh_that_splits_groups(make_mesh):
+    rewards = np.array([[0, 0], [1, 0], [0, 0], [1, 1]], np.float32)
+    settings = {"group_size": 2, "normalize_std": True}
+    with jax.set_mesh(make_mesh(4, 1, 1)):
+        weighted = dataclasses.replace(config(**settings), reward_weights=(1.0, 1.0))
+        estimate = ADVANTAGES["gdpo"].estimate(
+            put(rewards, "batch", None), None, put(np.ones((4, 2), bool), "batch", None), weighted
+        )
+    expected = np.array([-0.54772, 0.54772, -1.09545, 1.09545])
+    np.testing.assert_allclose(estimate.advantages, np.stack([expected] * 2, axis=1), rtol=1e-4)

@@ -32,13 +32,16 @@ SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
+CURRENT = {"updates.old_logprobs": "current"}
+ONE_UPDATE = {"updates.mini_batch_size": 32}
+GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5}, "updates.mini_batch_size", "a divisor of the 32 responses"),
     ({"train.epochs": 0}, "train.epochs", "train.steps is 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0}, "data.eval_prompts", "evaluate.every is > 0"),
     ({"reward.overlong_tokens": 7}, "reward.overlong_tokens", "<= rollout.response_len = 6"),
-    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group where critic.kind is"),
+    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or gdpo where"),
     (LONE, "rollout.group_size", ">= 2 where critic.kind is none"),
     (LONE | DAPO | {"critic.kind": "head"}, "rollout.group_size", "dynamic_sampling is True"),
     (SPEED | {"curriculum.screening": 3}, "curriculum.screening", "a divisor of .* = 8"),
@@ -53,6 +56,9 @@ IMPOSSIBLE = [
     (RECOMPUTE | {"rollout.partial": 1}, "updates.old_logprobs", "rollout.partial is > 0"),
     (RECOMPUTE | SPEED, "updates.old_logprobs", "curriculum.name is speed"),
     (RECOMPUTE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
+    (CURRENT, "updates.old_logprobs", "a rollout feeds 2 updates"),
+    (CURRENT | ONE_UPDATE | {"updates.passes": 2}, "updates.old_logprobs", "feeds 2 updates"),
+    (CURRENT | ONE_UPDATE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
@@ -69,6 +75,11 @@ IMPOSSIBLE = [
     (SOLUTIONS | SPEED, "algorithm.solution_coef", "0 where curriculum.name is speed"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
     ({"reward.name": "exact+reasoning_gym"}, "reward.name", "is sort .reasoning_gym scores only"),
+    (GDPO | {"reward.name": "exact"}, "reward.name", "a sum of functions where .* is gdpo"),
+    (GDPO | {"reward.threshold": 1.0}, "reward.threshold", "0 where algorithm.advantage is gdpo"),
+    (GDPO | GUESS, "environment.name", '"" where algorithm.advantage is gdpo'),
+    (GDPO | DAPO, "algorithm.dynamic_sampling", "False where algorithm.advantage is gdpo"),
+    (GDPO | SPEED, "curriculum.name", "does not screen where algorithm.advantage is gdpo"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip

@@ -14,6 +14,7 @@ BLOCK = {"rollout.accept": "block"}
 PPO = {"critic.kind": "network"}
 GUESS = {"environment.name": "guess", "data.source": "guess", "warmup.steps": 0}
 HF = {"model.source": "a/b", "tokenizer.source": ""}
+CURRENT = {"updates.old_logprobs": "current"}
 FILE = {"data.source": "jsonl", "data.path": __file__, "warmup.steps": 0}
 # Other changes of `tiny`; the field that decides, its value and one that would give an effect; and
 # fields without an effect, each with a value.
@@ -71,6 +72,9 @@ IDLE_BY_REASON = [
       "updates.skip_no_signal": True}),
     ({"algorithm.objective": "cispo"}, "algorithm.objective", "cispo", "clip",
      {"algorithm.dual_clip": 3.0}),
+    (CURRENT, "updates.old_logprobs", "current", "rollout",
+     {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
+      "algorithm.dual_clip": 4.0}),
     ({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
     ({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
     ({}, "critic.kind", "none", "head",
@@ -113,6 +117,7 @@ ALLOWED = [
     ("algorithm.leave_one_out", False, PPO),
     ("algorithm.dual_clip", 0.0, {"algorithm.objective": "cispo"}),
     ("algorithm.importance_cap", 2.0, {"updates.old_logprobs": "recompute"}),
+    ("algorithm.importance_cap", 2.0, CURRENT),
     ("algorithm.max_gen_batches", 4, {"curriculum.name": "speed"}),
     ("data.split", "test", FILE | {"data.path": "folder"}),
     ("data.eval_path", "x.jsonl", GUESS),

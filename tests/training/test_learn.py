@@ -53,6 +53,39 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeyp
         np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, monkeypatch):
+    """Two functions and the price of length, each normalised in its group: by NumPy."""
+    seen, update, score = [], learn.update, loop.take_batch
+
+    def watch_update(update_spec, state, batch, packed, **options):
+        seen.append(jax.device_get((batch.advantages, batch.mask, batch.response_lens)))
+        return update(update_spec, state, batch, packed, **options)
+
+    def watch_batch(run, state, rollouts):
+        seen.append(rollouts[0].scores.by_function)
+        return score(run, state, rollouts)
+
+    monkeypatch.setattr(learn, "update", watch_update)
+    monkeypatch.setattr(loop, "take_batch", watch_batch)
+    changes = SOME_SIGNAL | {
+        "algorithm.advantage": "gdpo", "reward.name": "small_runs:score_first_letter*2+format",
+        "reward.format": "[0-4].*", "reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3,
+        "updates.mini_batch_size": 32, "train.steps": 1,
+    }  # fmt: skip
+    loop.train(small_config(changes), tmp_path / "run")
+    by_function, (advantages, mask, lens) = seen
+    columns = [*by_function.values(), -np.clip((lens - 2) / 4, 0, 1)]
+    total = np.zeros(32)
+    for weight, column in zip([2.0, 1.0, 1.0], columns, strict=True):
+        groups = column.astype(np.float64).reshape(4, 8)
+        centred = groups - groups.mean(axis=1, keepdims=True)
+        normal = centred / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+        total += weight * normal.reshape(-1)
+    assert all(np.ptp(column) > 0 for column in columns)
+    expected = np.where(mask, (total / total.std(ddof=1))[:, None], 0)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-3, atol=2e-5)
+
+
 def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     """Here the second of three: the first is solved, the third has no solution that fits."""
     run, _ = build(small_config({"algorithm.solution_coef": 1.0, "updates.mini_batch_size": 8}))
