@@ -102,16 +102,18 @@ def pack_rows(
     slots = tokens.shape[1]
     shape = packed_shape(packing, len(row_ids), slots, update_spec.micro_batch_size)
     count, size, length = shape
-    sequences, nodes = pack(tokens, lens, length, packing)
-    used = len(sequences.tokens)
-    sequences = sequences.padded(count * size)
-    columns = prompt_lens[:, None] + np.arange(host.slots)
-    nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
+    sequences, paths = pack(tokens, lens, length, packing)
+    used = -(-len(sequences.tokens) // size)
+    sequences = sequences.padded(count * size, used * size)
+    nodes = np.full((len(row_ids), host.slots), -1, np.int32)
+    for row, path in enumerate(paths):
+        response = path[prompt_lens[row] :]
+        nodes[row, : len(response)] = response
     return PackedRows(
         sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
-        count=put(np.int32(-(-used // size))),
+        count=put(np.int32(used)),
         rows=put(row_ids.astype(np.int32), "batch"),
-        nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),
+        nodes=put(nodes, "batch", None),
     )
 
 
