@@ -193,7 +193,7 @@ def base() -> ConfigDict:
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
-    updates.micro_batch_size = 0  # bound of the rows computed at once, for memory; 0: none
+    updates.micro_batch_size = 0  # at most so many rows at once, to save memory; 0: no bound
     updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
     updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
     updates.passes = 1  # passes over each rollout; paper 1

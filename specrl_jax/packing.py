@@ -9,6 +9,7 @@ NumPy, on the host: takes tokens in, gives arrays out, knows no model.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -41,62 +42,87 @@ class Sequences(NamedTuple):
     ends: np.ndarray  # [S, T], the slot after the token's subtree
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
 
-    def padded(self, sequences: int) -> "Sequences":
-        """Append empty sequences up to `sequences` in all."""
-        own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
-        padded = Sequences(tokens=own * 0, depths=own * 0, ends=own + 1, parents=own)
+    def padded(self, sequences: int, computed: int) -> "Sequences":
+        """Append empty sequences up to `sequences` in all; those from `computed` on hold zeros, as
+        nobody computes them."""
+        slots = np.arange(self.tokens.shape[1], dtype=np.int32)
+        padded = Sequences(*(np.zeros((sequences, len(slots)), np.int32) for _ in self))
         for array, values in zip(padded, self):
             array[: len(values)] = values
+        padded.ends[len(self.tokens) : computed] = slots + 1
+        padded.parents[len(self.tokens) : computed] = slots
         return padded
 
 
 def pack(
     tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing
-) -> tuple[Sequences, np.ndarray]:
+) -> tuple[Sequences, list[np.ndarray]]:
     """Pack rows into sequences of `length` slots by first fit, longest first.
 
     A trie longer than a sequence is cut between rows; each piece repeats the path that it shares.
+    The work is that of the tokens that exist: nothing is as large as the padding.
 
     tokens: int32 [B, L], right-padded.
     lens: int [B] <= length; rows of length 0 are left out.
 
-    Returns the sequences and the nodes int32 [B, L]: sequence · T + slot of each row's tokens, -1
-    after a row's end.
+    Returns the sequences, and for each row the nodes int32 [lens[b]] of its tokens: sequence · T +
+    slot.
     """
-    order = np.flatnonzero(lens)
-    order = order[_depth_first(tokens[order], lens[order])]
-    nodes = np.full(tokens.shape, -1, np.int32)
-    if len(order):
-        nodes[order] = _nodes(tokens[order], lens[order], length, packing)
-    sequences = int(nodes.max(initial=-1)) // length + 1
+    nodes = [np.empty(0, np.int32)] * len(lens)
+    rows = [tokens[row, :size] for row, size in enumerate(lens)]
+    order = sorted(np.flatnonzero(lens).tolist(), key=lambda row: _sort_key(rows[row]))
+    shared = np.zeros(len(order), int)
+    if packing.share:
+        pairs = itertools.pairwise(order)
+        shared[1:] = [_common(rows[before], rows[row]) for before, row in pairs]
+    starts, shared = _place(lens[order], shared, length, packing)
+
+    sequences = int((starts + lens[order] - shared).max(initial=0) - 1) // length + 1
     slots = np.arange(sequences * length, dtype=np.int32)
-    packed = np.zeros_like(slots)
-    depths = np.zeros_like(slots)
-    ends = slots + 1
-    parents = slots + 0
+    packed = Sequences(tokens=slots * 0, depths=slots * 0, ends=slots + 1, parents=slots.copy())
+    path = slots[:0]
+    for row, first, known in zip(order, starts.tolist(), shared.tolist()):
+        # The first `known` tokens are those of the row before, the others lie in a line.
+        size = len(rows[row])
+        last = first + size - known
+        own = slice(first, last)
+        path = np.concatenate([path[:known], slots[own]])
+        nodes[row] = path
+        if last == first:
+            continue
+        packed.tokens[own] = rows[row][known:]
+        packed.depths[own] = slots[known:size]
+        packed.parents[own] = slots[own] - 1
+        packed.parents[first] = path[known - 1] if known else first
+        packed.ends[path] = last
 
-    rows, depth = np.nonzero(nodes >= 0)
-    node = nodes[rows, depth]  # of every token of every row: shared ones are written again
-    packed[node] = tokens[rows, depth]
-    depths[node] = depth
-    last = nodes[rows, lens[rows] - 1]
-    np.maximum.at(ends, node, last + 1)
-    parents[node] = np.where(depth > 0, nodes[rows, depth - 1], node)
-    starts = slots // length * length
-    tries = Sequences(
-        tokens=packed.reshape(sequences, length),
-        depths=depths.reshape(sequences, length),
-        ends=(ends - starts).reshape(sequences, length),
-        parents=(parents - starts).reshape(sequences, length),
-    )
-    return tries, nodes
+    whole = Sequences(*(x.reshape(sequences, length) for x in packed))
+    begins = (np.arange(sequences, dtype=np.int32) * length)[:, None]
+    return whole._replace(ends=whole.ends - begins, parents=whole.parents - begins), nodes
 
 
-def _nodes(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
-    """Return the nodes of rows in depth-first order, see `pack`."""
-    shared = _shared(tokens, lens) if packing.share else np.zeros_like(lens)
+def _sort_key(tokens: np.ndarray) -> bytes:
+    """Return bytes that compare like the tokens: a row comes before those that go on from it."""
+    return tokens.astype(">i4").tobytes()
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Count the tokens with which both begin."""
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size
+
+
+def _place(
+    lens: np.ndarray, shared: np.ndarray, length: int, packing: Packing
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the node of each row's first own token, int [B], and how many before it are shared.
+
+    lens, shared: int [B], of rows in depth-first order; the latter with the row before.
+    """
     first = _first_rows(lens, shared, length)  # of a piece
-    shared[first] = 0
+    shared = np.where(first, 0, shared)
     # The tokens that a row does not share lie together, after those of the row before it.
     before = np.cumsum(lens - shared) - (lens - shared)
     piece = np.cumsum(first) - 1
@@ -105,26 +131,7 @@ def _nodes(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) 
     offset = np.zeros(len(sizes), int)
     if packing.fill:
         sequence, offset = _first_fit(sizes, length)
-    start = (sequence * length + offset - before[first])[piece] + before
-    # A row shares its token at depth d with the last row so far that brought a token there.
-    depth = np.arange(tokens.shape[1])
-    brings = np.where(shared[:, None] <= depth, np.arange(len(lens))[:, None], 0)
-    brings = np.maximum.accumulate(brings, axis=0)
-    return np.where(depth < lens[:, None], start[brings] + depth - shared[brings], -1)
-
-
-def _depth_first(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Return the rows' order by their tokens, a row before those that go on from it."""
-    inside = np.arange(tokens.shape[1]) < lens[:, None]
-    keys = np.where(inside, tokens + 1, 0).astype(">i4")  # as bytes they compare like the numbers
-    return np.array(sorted(range(len(lens)), key=lambda row: keys[row].tobytes()), int)
-
-
-def _shared(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Count tokens [B] that each row shares with the one before it, in depth-first order."""
-    differs = tokens[1:] != tokens[:-1]
-    common = np.where(differs.any(axis=1), differs.argmax(axis=1), tokens.shape[1])
-    return np.concatenate([[0], np.minimum(common, np.minimum(lens[1:], lens[:-1]))])
+    return (sequence * length + offset - before[first])[piece] + before, shared
 
 
 def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:

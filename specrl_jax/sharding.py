@@ -27,8 +27,8 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
-# Tokens that a shard computes at once, where they are no more than fit: enough for arithmetic to be
-# the limit, few enough that the last chunk is not mostly padding.
+# Tokens that a shard computes at once: enough for arithmetic to be the limit, few enough that the
+# last chunk is not mostly padding.
 CHUNK_TOKENS = {"cpu": 256}
 CHUNK_TOKENS_ELSEWHERE = 8_192
 # The embedding table is split by rows only. With split columns the backward pass of the lookup
@@ -80,7 +80,7 @@ def shards(axis: str, stored: bool = False) -> int:
 
 
 def chunk_tokens() -> int:
-    """Return how many tokens of packed sequences a shard computes at once; at least a sequence."""
+    """Return how many tokens a shard computes at once. A longer sequence is computed alone."""
     return CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
 
 

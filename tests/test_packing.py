@@ -32,8 +32,8 @@ def test_a_worked_trie():
     np.testing.assert_array_equal(tries.depths, [[0, 1, 2, 1, 0, 0]])
     np.testing.assert_array_equal(tries.ends, [[4, 3, 3, 4, 5, 6]])
     np.testing.assert_array_equal(tries.parents, [[0, 0, 1, 0, 4, 5]])
-    expected = [[0, 1, 2], [0, 1, -1], [0, 3, -1], [0, 1, 2], [4, -1, -1], [-1, -1, -1]]
-    np.testing.assert_array_equal(nodes, expected)
+    expected = [[0, 1, 2], [0, 1], [0, 3], [0, 1, 2], [4], []]
+    assert [path.tolist() for path in nodes] == expected
 
 
 def test_a_trie_that_is_too_long_is_cut_between_rows_and_repeats_what_they_share():
@@ -67,7 +67,19 @@ def test_a_sequence_for_as_many_rows_as_it_has_room_for_is_enough(name, seed):
 def test_no_rows_need_no_sequences():
     tries, nodes = pack(np.ones((3, 2), np.int32), np.zeros(3, int), 4, PACKINGS["trie"])
     assert tries.tokens.shape == tries.ends.shape == (0, 4)
-    assert (nodes == -1).all()
+    assert [len(path) for path in nodes] == [0, 0, 0]
+
+
+def test_empty_sequences_see_themselves_as_far_as_they_are_computed():
+    tokens, lens = _pad(ROWS)
+    tries, _ = pack(tokens, lens, 6, PACKINGS["trie"])
+    padded = tries.padded(4, computed=2)
+    for array, values in zip(padded, tries):
+        np.testing.assert_array_equal(array[:1], values)
+        assert not array[2:].any()
+    np.testing.assert_array_equal(padded.tokens[1], [0] * 6)
+    np.testing.assert_array_equal(padded.ends[1], [1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(padded.parents[1], [0, 1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -80,9 +92,9 @@ def test_every_token_sees_the_tokens_before_it_in_its_rows_and_no_others(name, s
     i = np.arange(length)
     for row, values in enumerate(rows):
         nodes = places[row]
-        assert (nodes[len(values) :] == -1).all()
-        (sequence,) = set(nodes[: len(values)] // length) or {0}
-        slots = nodes[: len(values)] % length
+        assert len(nodes) == len(values)
+        (sequence,) = set(nodes // length) or {0}
+        slots = nodes % length
         for depth, slot in enumerate(slots):
             sees = (i <= slot) & (slot < tries.ends[sequence])
             assert set(i[sees]) == set(slots[: depth + 1])
@@ -97,4 +109,4 @@ def test_every_distinct_prefix_is_there_once_where_the_trie_fits(seed):
     tokens, lens = _pad(rows)
     _, nodes = pack(tokens, lens, tokens.size, PACKINGS["trie"])
     prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
-    assert len(np.unique(nodes[nodes >= 0])) == len(prefixes)
+    assert len(np.unique(np.concatenate(nodes))) == len(prefixes)

@@ -27,7 +27,8 @@ from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
 from specrl_jax.sharding import axes, chunk_tokens, put, reshard, shards
 from specrl_jax.types import Batch
 
-# Of a shard. Fewer tokens at once leave arithmetic idle, and save no memory that matters.
+# Tokens that a shard computes at once under any bound: fewer leave arithmetic idle, and the memory
+# that they save does not matter.
 LEAST_TOKENS = 256
 
 
@@ -69,11 +70,11 @@ def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> t
     """Return [M, m, T] of packed rows: micro-batches, their sequences, and slots of a sequence.
 
     num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch has room for,
-    at most, but a shard computes a sequence or 256 tokens at least; 0: no bound.
+    at most; 0: no bound. A shard computes a sequence or `LEAST_TOKENS` in any case.
     """
     pieces = shards("batch")
     length = round_slots(packing.rows * slots)
-    # Rows are packed by first fit, and so many of them fit in any sequence.
+    # So many rows fit in any sequence, and first fit leaves at most one sequence with fewer.
     total = -(-num_rows // packing.rows)
     tokens = chunk_tokens()
     if at_once:
@@ -101,16 +102,18 @@ def pack_rows(
     slots = tokens.shape[1]
     shape = packed_shape(packing, len(row_ids), slots, update_spec.micro_batch_size)
     count, size, length = shape
-    sequences, nodes = pack(tokens, lens, length, packing)
-    used = len(sequences.tokens)
-    sequences = sequences.padded(count * size)
-    columns = prompt_lens[:, None] + np.arange(host.slots)
-    nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
+    sequences, paths = pack(tokens, lens, length, packing)
+    used = -(-len(sequences.tokens) // size)
+    sequences = sequences.padded(count * size, used * size)
+    nodes = np.full((len(row_ids), host.slots), -1, np.int32)
+    for row, path in enumerate(paths):
+        response = path[prompt_lens[row] :]
+        nodes[row, : len(response)] = response
     return PackedRows(
         sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
-        count=put(np.int32(-(-used // size))),
+        count=put(np.int32(used)),
         rows=put(row_ids.astype(np.int32), "batch"),
-        nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),
+        nodes=put(nodes, "batch", None),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -112,8 +113,9 @@ def _update_by_mini_batches(
         values |= more
     critic_alone = state.step <= frozen_steps(run.config)
     history = []
-    mini_batches = pack_mini_batches(run, batch, host)
-    for packed in mini_batches * settings.passes:
+    mini_batches = []
+
+    def make_update(packed: PackedRows) -> None:
         state.train, sums = update(
             run.update_spec,
             state.train,
@@ -123,6 +125,12 @@ def _update_by_mini_batches(
             policy_frozen=critic_alone,
         )
         history.append(sums)
+
+    for packed in pack_mini_batches(run, batch, host):  # the next one while the device works
+        mini_batches.append(packed)
+        make_update(packed)
+    for packed in mini_batches * (settings.passes - 1):
+        make_update(packed)
     history = finite_updates(run, state, hosts.fetch(history))
     values = _update_metrics(run, history) | values
     values |= _packing_metrics(mini_batches, batch)
@@ -193,8 +201,8 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
     )
 
 
-def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> list[PackedRows]:
-    """Return the step's mini-batches, in the order of rows, without rows that teach nothing."""
+def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> Iterator[PackedRows]:
+    """Yield the step's mini-batches, in the order of rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
     updates = run.config.updates
     algorithm = run.config.algorithm
@@ -203,10 +211,8 @@ def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> list[PackedRow
     others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
     if updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
-    return [
-        pack_rows(run.update_spec, host, part, included[part])
-        for part in np.split(rows, len(rows) // updates.mini_batch_size)
-    ]
+    for part in np.split(rows, len(rows) // updates.mini_batch_size):
+        yield pack_rows(run.update_spec, host, part, included[part])
 
 
 @jax.jit
@@ -265,11 +271,17 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
     return "", ""
 
 
+@jax.jit
+def _count_packed(nodes: Array) -> Array:
+    """Count the rows that have a token."""
+    return jnp.sum(nodes[:, 0] >= 0)
+
+
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    rows = sum(np.any(hosts.fetch(x.nodes) >= 0, axis=1).sum() for x in mini_batches)
+    rows = hosts.fetch([_count_packed(x.nodes) for x in mini_batches])
     slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
-        "update/signal_fraction": rows / len(batch.tokens),
+        "update/signal_fraction": sum(rows) / len(batch.tokens),
         "update/computed_fraction": slots / batch.tokens.size,
     }
 

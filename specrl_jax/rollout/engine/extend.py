@@ -102,28 +102,31 @@ def pack_prefixes(
     for shard, own_rows in enumerate(rows):
         own = slice(start, start + len(own_rows))
         start = own.stop
-        packed, own_nodes = pack(tokens[own], lens[own], length, PACKINGS["trie"])
-        parts.append(packed.padded(chunks * sequences))
-        chunk = own_nodes[:, 0] // (sequences * length)
+        packed, paths = pack(tokens[own], lens[own], length, PACKINGS["trie"])
+        parts.append(packed)
+        chunk = np.array([path[0] for path in paths], int) // (sequences * length)
         order = np.lexsort((-draft_ends[own], chunk))
         first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
         filled = slice(0, len(order))
         index[shard, filled] = own_rows[order]
         end_lens[shard, filled] = draft_ends[own][order]
-        slots = own_nodes - (chunk * sequences * length)[:, None]
-        nodes[shard, filled] = np.where(own_nodes < 0, -1, slots)[order]
+        for place, row in enumerate(order.tolist()):
+            path = paths[row] - chunk[row] * sequences * length
+            nodes[shard, place, : len(path)] = path
+    in_chunks = np.diff(first_row, axis=1)
+    count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
+    parts = [part.padded(chunks * sequences, count * sequences) for part in parts]
 
     def by_chunk(arrays: list[np.ndarray]) -> np.ndarray:
         """[M · m / X, T] of each of X shards → [M, m, T]"""
         return np.concatenate([x.reshape(chunks, sequences, length) for x in arrays], axis=1)
 
-    in_chunks = np.diff(first_row, axis=1)
     return Prefixes(
         tokens=by_chunk([part.tokens for part in parts]),
         depths=by_chunk([part.depths for part in parts]),
         ends=by_chunk([part.ends for part in parts]),
         parents=by_chunk([part.parents for part in parts]),
-        count=np.int32(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1),
+        count=np.int32(count),
         blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
         first_row=first_row,
         rows=index,
