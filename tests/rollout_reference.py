@@ -25,7 +25,7 @@ from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
@@ -151,8 +151,8 @@ def rollout(
     key = jax.random.key(KEY) if key is None else key
     return generate(
         spec, weights, prompts, NoiseKey(key, step, purpose),
-        drafts=DraftInputs(drafts, log_lenience, history), max_lens=max_lens,
-        speculation=speculation, carry_over=CarryOver(**carry_over),
+        carry_over=CarryOver(drafts, log_lenience, history, **carry_over),
+        max_lens=max_lens, speculation=speculation,
     )  # fmt: skip
 
 

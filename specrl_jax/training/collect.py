@@ -21,7 +21,6 @@ from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import noise_visits
-from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
     noise_metrics,
@@ -51,7 +50,7 @@ class WholeRollout:
     def is_asked_for(self, config: Any) -> bool:
         return True
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         """Add what waits between two steps to a new state, empty."""
 
     def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
@@ -62,11 +61,13 @@ class WholeRollout:
         """Return the prompts of the next rollout, and what it takes up and leaves."""
         return state.stream.next(), CarryOver()
 
-    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def drafts_to_verify(
+        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+    ) -> Drafts | None:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
-    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
         """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
         return stored_responses(run, state, prompts)
 
@@ -91,7 +92,7 @@ class RunningAhead(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.run_ahead
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         rows = rollout_rows(run.config)
         state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
@@ -101,7 +102,9 @@ class RunningAhead(WholeRollout):
         noise_steps = state.kept_noise.steps(later, state.step + 1)
         return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
 
-    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def drafts_to_verify(
+        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+    ) -> Drafts | None:
         begun = state.run_ahead
         if drafts is not None:  # on kept noise the last response holds further than what was begun
             kept = state.kept_noise.steps(prompts, state.step) < state.step
@@ -109,7 +112,7 @@ class RunningAhead(WholeRollout):
             begun = dataclasses.replace(begun, drafts=shorter)
         return begun.drafts_for(prompts, drafts)
 
-    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
         tokens, lens = stored_responses(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
         begun_tokens, begun_lens = state.run_ahead.sources(prompts)
@@ -120,7 +123,7 @@ class RunningAhead(WholeRollout):
         batch = super().batch(run, state, rollouts)
         begun = state.run_ahead
         lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
-        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `to_verify`
+        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `drafts_to_verify`
             lens = np.where(rollouts[0].on_kept_noise, 0, lens)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
@@ -140,7 +143,7 @@ class PartialRollout(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.partial > 0
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
         stored = run.rollout_spec.stored_logprobs
@@ -173,7 +176,7 @@ class WaitingGroups(WholeRollout):
         screens = part_size(config) < config.rollout.group_size
         return config.algorithm.dynamic_sampling or screens
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         groups = GroupBuffer(run.config, len(run.prompts.lens))
         stored = run.rollout_spec.stored_logprobs
         slots = run.config.rollout.response_len
@@ -220,13 +223,19 @@ class WaitingGroups(WholeRollout):
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def find_drafts(
-    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
-) -> DraftInputs:
-    """Return what the rollout of `prompts` may draft from.
+def next_rollout(run: Run, state: RunState) -> tuple[Prompts, CarryOver, Drafts]:
+    """Return the prompts of the next rollout, what it takes up, and the prompts' last responses."""
+    prompts, carry_over = run.collector.next_prompts(run, state)
+    previous = state.store.get(prompts, step=state.step)
+    return prompts, _with_drafts(run, state, prompts, previous, carry_over), previous
 
-    previous: the newest responses of the store. next_prompts: of the next step, begun in the same
-    rollout; None: there are none.
+
+def _with_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, carry_over: CarryOver
+) -> CarryOver:
+    """Return `carry_over` with what the rollout of `prompts` may draft from.
+
+    previous: the newest responses of the store.
     """
     config = run.config.rollout
     drafts = None
@@ -235,15 +244,18 @@ def find_drafts(
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
         drafts = _without_unsolved(run, state, prompts, drafts)
-    drafts = run.collector.to_verify(state, prompts, drafts)
+    drafts = run.collector.drafts_to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.draft_history:
+        next_prompts = carry_over.next_prompts
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]
-        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        stored = [run.collector.history(run, state, batch) for batch in batches]
         tokens = jnp.concatenate([tokens for tokens, _ in stored])
         lens = jnp.concatenate([lens for _, lens in stored])
         history = DraftHistory.from_store(tokens, lens, config.group_size)
-    return DraftInputs(drafts, run.log_lenience, history)
+    return dataclasses.replace(
+        carry_over, drafts=drafts, log_lenience=run.log_lenience, history=history
+    )
 
 
 def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
