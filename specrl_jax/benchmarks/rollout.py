@@ -359,6 +359,6 @@ def make_drafts(
 
 def as_history(tokens: np.ndarray, lens: np.ndarray, group: int) -> DraftHistory:
     """Responses [B, R] and lengths [B] as tree drafts read them."""
-    shape = (len(lens) // group, group)
-    stored = put(tokens.reshape(*shape, -1), None, None, None)
-    return DraftHistory.from_store(stored, put(lens.reshape(shape), None, None), group)
+    shape = (len(lens) // group, 1, group)
+    stored = put(tokens.reshape(*shape, -1), *(None,) * 4)
+    return stored, put(lens.reshape(shape), *(None,) * 3)

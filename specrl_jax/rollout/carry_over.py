@@ -54,9 +54,9 @@ class RunAhead(StatePart):
     def sources(self, prompts: Prompts) -> tuple[Array, Array]:
         """Return what was begun for `prompts`, for tree drafts, whole on every device.
 
-        tokens [Q, G, R], lens [Q, G]: 0 where it was begun for others.
+        tokens [Q, 1, G, R], lens [Q, 1, G]: 0 where it was begun for others.
         """
-        groups = (len(prompts.examples), -1)
+        groups = (len(prompts.examples), 1, -1)
         tokens = reshard(self.drafts.tokens, None, None)
         lens = reshard(self.drafts.lens, None).reshape(groups)
         tokens = tokens.reshape(*groups, tokens.shape[1])

@@ -250,7 +250,8 @@ def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory |
     history = carry_over.history
     if history is None or carry_over.next_prompts is None or shards("batch") == 1:
         return history
-    return DraftHistory(history.tokens[order], history.lens[order], history.ages)
+    tokens, lens = history
+    return tokens[order], lens[order]
 
 
 # --- out ------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -67,8 +66,8 @@ class WholeRollout:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
-    def history(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-        """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+        """Return earlier responses for the draft source."""
         return stored_responses(run, state, prompts)
 
     def observe(self, state: RunState, responses: Responses) -> None:
@@ -112,7 +111,7 @@ class RunningAhead(WholeRollout):
             begun = dataclasses.replace(begun, drafts=shorter)
         return begun.drafts_for(prompts, drafts)
 
-    def history(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
         tokens, lens = stored_responses(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
         begun_tokens, begun_lens = state.run_ahead.sources(prompts)
@@ -252,7 +251,7 @@ def _with_drafts(
         stored = [run.collector.history(run, state, batch) for batch in batches]
         tokens = jnp.concatenate([tokens for tokens, _ in stored])
         lens = jnp.concatenate([lens for _, lens in stored])
-        history = DraftHistory.from_store(tokens, lens, config.group_size)
+        history = (tokens, lens)
     return dataclasses.replace(
         carry_over, drafts=drafts, log_lenience=run.log_lenience, history=history
     )
@@ -276,8 +275,8 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     return without_drafts(drafts, left_out.reshape(-1))
 
 
-def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-    """Return all stored responses, newest generation first: tokens [Q, E * G, R], lens.
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+    """Return all stored responses, newest generation first.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
     """
@@ -287,14 +286,9 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
         return state.store.sources(prompts, step=state.step)
     whole = state.stream.find([example.base_id for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
-
-    def joined(arrays: list[jax.Array]) -> jax.Array:
-        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
-        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
-        samples = jnp.concatenate(by_generation, axis=2)
-        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
-
-    return joined([tokens for tokens, _ in parts]), joined([lens for _, lens in parts])
+    tokens = jnp.concatenate([tokens for tokens, _ in parts], axis=2)
+    lens = jnp.concatenate([lens for _, lens in parts], axis=2)
+    return tokens, lens
 
 
 def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:

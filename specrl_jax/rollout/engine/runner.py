@@ -27,7 +27,7 @@ from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, scatter
-from specrl_jax.sharding import shards
+from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Prompts
 
 
@@ -247,7 +247,9 @@ class Runner:
         if self.draft_state is None:
             history = requests.history
             if history is None:
-                history = DraftHistory.empty(len(requests.prompts.lens), self.spec.response_slots)
+                lens = np.zeros((len(requests.prompts.lens), 0, requests.group_size), np.int32)
+                tokens = np.zeros((*lens.shape, self.spec.response_slots), np.int32)
+                history = put(tokens, *(None,) * 4), put(lens, *(None,) * 3)
             self.draft_state = source.init(requests.prompts, history, requests.group_size)
         if self.draft_state_stale:
             self.write_back()
