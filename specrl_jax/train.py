@@ -31,7 +31,7 @@ from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.training import memory
 from specrl_jax.training.build import build, init_state, resume
-from specrl_jax.training.collect import find_drafts, take_batch
+from specrl_jax.training.collect import next_rollout, take_batch
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
@@ -46,9 +46,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     """
     state.begin_step()
     log.begin(state.step, state.epoch)
-    rollouts: list[Responses] = []
-    while run.collector.wants_rollout(state, rollouts):
-        rollouts.append(roll_out(run, state, log))
+    rollouts = collect(run, state, log)
     batch = take_batch(run, state, rollouts)
     log.record(rollouts)
     with log.clock.timed("time/update"):
@@ -56,23 +54,29 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     log.add(values | batch.metrics)
 
 
-def roll_out(run: Run, state: RunState, log: RunLog) -> Responses:
-    """Return responses to the next prompts, with their rewards; `state` has taken them in."""
-    prompts, carry_over = run.collector.next_prompts(run, state)
+def collect(run: Run, state: RunState, log: RunLog) -> list[Responses]:
+    """Roll out until there is a batch, all with the same copy of the weights."""
     with log.clock.timed("time/rollout"):
-        previous = state.store.get(prompts, step=state.step)
-        drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
         weights = state.rollout_weights(run)
+    rollouts: list[Responses] = []
+    while run.collector.wants_rollout(state, rollouts):
+        rollouts.append(roll_out(run, state, log, weights))
+    return rollouts
+
+
+def roll_out(run: Run, state: RunState, log: RunLog, weights: Params) -> Responses:
+    """Return responses to the next prompts, with their rewards; `state` has taken them in."""
+    with log.clock.timed("time/rollout"):
+        prompts, carry_over, previous = next_rollout(run, state)
         noise = state.noise(run, prompts)
     responses = run.scorer.respond(
         run.rollout_spec,
         weights,
         prompts,
         noise,
-        clock=log.clock,
-        drafts=drafts,
-        speculation=state.speculation,
         carry_over=carry_over,
+        speculation=state.speculation,
+        clock=log.clock,
     )
     return state.observe(run, responses, previous)
 
@@ -188,14 +192,10 @@ def prepare(run: Run, state: RunState) -> None:
         return
     # The arrays of the next rollout, from a copy of the stream, which gives them once more.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
-    prompts, carry_over = run.collector.next_prompts(run, ahead)
-    previous = state.store.get(prompts, step=state.step)
-    drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
+    prompts, carry_over, _ = next_rollout(run, ahead)
     weights = state.rollout_weights(run)
     noise = NoiseKey(run.key, 0)
-    state.speculation.seconds = time_decoding(
-        run.rollout_spec, weights, prompts, noise, drafts, carry_over
-    )
+    state.speculation.seconds = time_decoding(run.rollout_spec, weights, prompts, noise, carry_over)
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

@@ -22,10 +22,10 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.carry_over import CarryOver
-from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
+from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
@@ -151,8 +151,8 @@ def rollout(
     key = jax.random.key(KEY) if key is None else key
     return generate(
         spec, weights, prompts, NoiseKey(key, step, purpose),
-        drafts=DraftInputs(drafts, log_lenience, history), max_lens=max_lens,
-        speculation=speculation, carry_over=CarryOver(**carry_over),
+        carry_over=CarryOver(drafts, log_lenience, history, **carry_over),
+        max_lens=max_lens, speculation=speculation,
     )  # fmt: skip
 
 
@@ -165,10 +165,9 @@ def run(spec, weights, prompts, step=0, **options):
 def history_of(spec, tokens_BR, lens_B):
     """History that a draft source reads where these are stored, each group's for its prompt."""
     slots = spec.response_slots
-    tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, spec.group_size, slots)
-    lens = np.asarray(lens_B, np.int32).reshape(-1, spec.group_size)
-    tokens, lens = put(tokens, None, None, None), put(lens, None, None)
-    return DraftHistory.from_store(tokens, lens, spec.group_size)
+    tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, 1, spec.group_size, slots)
+    lens = np.asarray(lens_B, np.int32).reshape(-1, 1, spec.group_size)
+    return put(tokens, *(None,) * 4), put(lens, *(None,) * 3)
 
 
 def put_rows(tree):

@@ -43,7 +43,7 @@ ALLOWED = {
     "rollout/rows": {"models", "sharding", "types"},
     "rollout/drafts": {"rollout/rows", "sharding", "types"},
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
-    "rollout/carry_over": {"models", "rollout/rows", "sharding", "types"},
+    "rollout/carry_over": {"models", "rollout/drafts", "rollout/rows", "sharding", "types"},
     "rollout/kept_noise": {"types"},
     "rollout/engine": {
         "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts", "rollout/rows",

@@ -37,9 +37,9 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
@@ -259,9 +259,9 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    drafts = DraftInputs(history=as_history(rollout.tokens, rollout.lens, GROUP))
+    carry_over = CarryOver(history=as_history(rollout.tokens, rollout.lens, GROUP))
     for width in (1, size.max_width):
-        case = plain if width == 1 else _case(size, width=width, drafts=drafts)
+        case = plain if width == 1 else _case(size, width=width, carry_over=carry_over)
         steps = run_case(case).stats.decode_steps  # compiles
         seconds = _repeat(lambda case=case: run_case(case).step_seconds)
         note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
@@ -294,7 +294,7 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
-    drafts = DraftInputs(Drafts.of(_case(size)().rollout))
+    verified = _case(size, carry_over=CarryOver(Drafts.of(_case(size)().rollout)))
     prompts = size.rows // GROUP * size.prompt_len
     drafted = size.rows * size.response_len
     flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
@@ -302,7 +302,7 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     more = forward_flops(model, drafted, slots)
     for what, case, tokens, needed, goal in (
         ("prompts", _case(size, length=1), prompts, flops, None),
-        ("verification", _case(size, drafts=drafts), prompts + drafted, flops + more, PEAK_GOAL),
+        ("verification", verified, prompts + drafted, flops + more, PEAK_GOAL),
     ):
         stats = run_case(case).stats  # compiles
         seconds = _repeat(lambda case=case: run_case(case).stats.extend_seconds)

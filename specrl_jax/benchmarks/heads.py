@@ -23,10 +23,10 @@ from specrl_jax.algorithms.update_spec import UpdateSpec
 from specrl_jax.benchmarks.rollout import Log, Report, RolloutCase, run_case, seconds_of, spread
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
-from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run, RunState
@@ -38,7 +38,7 @@ _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches
 class _Widest(Speculation):
     """Takes the widest steps, and notes what they accept."""
 
-    matched: Any = 0  # int [W], as in `StepCounts`
+    matched: Any = 0  # int [W], row steps by accepted draft tokens
 
     def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
         return StepPlan(widths[-1], 0, False)
@@ -77,7 +77,8 @@ def _accepted(
     """Yield a row for each kind of draft."""
     weights = state.rollout_weights(run)
     noise = NoiseKey(run.key, _FRESH)
-    heads = {"no drafts": None, "coupled": HeadDrafts(), "greedy": HeadDrafts(coupled=False)}
+    sampling = run.rollout_spec.sampling
+    heads = {"no drafts": None, "coupled": sampling, "greedy": SamplingConfig(temperature=0)}
     cases = {}
     for label, head in heads.items():
         spec = _spec(run, head, run.rollout_spec.max_width if head else 1)
@@ -102,7 +103,7 @@ def _accepted(
         yield row
 
 
-def _spec(run: Run, head: HeadDrafts | None, width: int) -> RolloutSpec:
+def _spec(run: Run, head: SamplingConfig | None, width: int) -> RolloutSpec:
     return dataclasses.replace(run.rollout_spec, draft_head=head, max_width=width)
 
 

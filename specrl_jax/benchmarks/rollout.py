@@ -28,7 +28,7 @@ from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.runner import DraftInputs, Stats
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import NoiseKey, generate, time_decoding
@@ -282,14 +282,15 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, history = make_drafts(rollout, rate, size.model.vocab_size, rng)
-        for kind, spec, drafts in (
-            ("previous", plain, DraftInputs(previous)),
-            ("tree", tree, DraftInputs(history=history)),
-            ("previous+tree", tree, DraftInputs(previous, history=history)),
+        for kind, spec, carry_over in (
+            ("previous", plain, CarryOver(previous)),
+            ("tree", tree, CarryOver(history=history)),
+            ("previous+tree", tree, CarryOver(previous, history=history)),
         ):
-            seconds = time_decoding(spec, weights, prompts, noise, drafts, CarryOver())
-            options = {"drafts": drafts, "max_lens": lens, "speculation": Speculation(seconds)}
-            case = functools.partial(generate, spec, weights, prompts, noise, **options)
+            seconds = time_decoding(spec, weights, prompts, noise, carry_over)
+            options = {"max_lens": lens, "speculation": Speculation(seconds)}
+            rolls_out = functools.partial(generate, spec, weights, prompts, noise, **options)
+            case = functools.partial(rolls_out, carry_over=carry_over)
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
@@ -362,6 +363,6 @@ def make_drafts(
 
 def as_history(tokens: np.ndarray, lens: np.ndarray, group: int) -> DraftHistory:
     """Responses [B, R] and lengths [B] as tree drafts read them."""
-    shape = (len(lens) // group, group)
-    stored = put(tokens.reshape(*shape, -1), None, None, None)
-    return DraftHistory.from_store(stored, put(lens.reshape(shape), None, None), group)
+    shape = (len(lens) // group, 1, group)
+    stored = put(tokens.reshape(*shape, -1), *(None,) * 4)
+    return stored, put(lens.reshape(shape), *(None,) * 3)

@@ -17,8 +17,8 @@ from specrl_jax.benchmarks.rollout import Log, Report, TimedRollout, as_history,
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
+from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
-from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.training.build import build, init_state
@@ -39,15 +39,15 @@ class _Case:
     lenience: float = 1.0
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
-    def drafts(self, written: Rollout) -> DraftInputs:
+    def carry_over(self, written: Rollout) -> CarryOver:
         """Return what is drafted of earlier responses."""
         if not self.drafted:
-            return DraftInputs()
+            return CarryOver()
         if not self.spec.draft_source:
-            return DraftInputs(Drafts.of(written), math.log(self.lenience))
+            return CarryOver(Drafts.of(written), math.log(self.lenience))
         tokens = np.asarray(written.tokens)
         lens = np.asarray(written.lens)
-        return DraftInputs(history=as_history(tokens, lens, self.spec.group_size))
+        return CarryOver(history=as_history(tokens, lens, self.spec.group_size))
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
@@ -69,18 +69,19 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     written, weights = _write_and_train(run, params, prompts, steps, drift)
     lens = np.array([x.lens for x in written])
 
-    def respond(case: _Case, step: int, drafts: DraftInputs) -> TimedRollout:
+    def respond(case: _Case, step: int, carry_over: CarryOver) -> TimedRollout:
         noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
-        options = {"noise": noise, "drafts": drafts}
+        options = {"noise": noise, "carry_over": carry_over}
         return run_case(functools.partial(generate, case.spec, weights, prompts, **options))
 
     cases = list(_cases(run))
     for case in cases:
-        respond(case, steps[0], case.drafts(written[0]))
+        respond(case, steps[0], case.carry_over(written[0]))
         log(f"{case.label}: compiled")
     # In turn, so that other work on the machine slows all of them alike.
     rounds = [
-        [respond(case, step, case.drafts(x)) for case in cases] for step, x in zip(steps, written)
+        [respond(case, step, case.carry_over(x)) for case in cases]
+        for step, x in zip(steps, written)
     ]
     rows = []
     for case, runs in zip(cases, zip(*rounds)):

@@ -32,7 +32,7 @@ from specrl_jax.models.transformer import (
     param_count,
     rollout_weights,
 )
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
@@ -232,14 +232,13 @@ class AbstractRun:
         # Stored generations, and what was begun ahead.
         generations = self.spec.draft_history
         generations += settings.run_ahead and generations > 0
-        shape = (len(made_up.lens), generations * settings.group_size)
+        shape = (len(made_up.lens), generations, settings.group_size)
 
         def init(tokens: jax.Array, lens: jax.Array) -> Any:
-            history = DraftHistory.from_store(tokens, lens, settings.group_size)
-            return source.init(made_up, history, self.spec.group_size)
+            return source.init(made_up, (tokens, lens), self.spec.group_size)
 
-        tokens = array(np.int32, (*shape, settings.response_len), None, None, None)
-        return abstract(init, tokens, array(np.int32, shape, None, None))
+        tokens = array(np.int32, (*shape, settings.response_len), *(None,) * 4)
+        return abstract(init, tokens, array(np.int32, shape, *(None,) * 3))
 
     @functools.cached_property
     def training(self) -> RolloutShapes:

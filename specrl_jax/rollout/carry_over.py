@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.rows import Rows, where_rows
 from specrl_jax.sharding import put, reshard, take_rows
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart, TokenColumns
@@ -53,9 +54,9 @@ class RunAhead(StatePart):
     def sources(self, prompts: Prompts) -> tuple[Array, Array]:
         """Return what was begun for `prompts`, for tree drafts, whole on every device.
 
-        tokens [Q, G, R], lens [Q, G]: 0 where it was begun for others.
+        tokens [Q, 1, G, R], lens [Q, 1, G]: 0 where it was begun for others.
         """
-        groups = (len(prompts.examples), -1)
+        groups = (len(prompts.examples), 1, -1)
         tokens = reshard(self.drafts.tokens, None, None)
         lens = reshard(self.drafts.lens, None).reshape(groups)
         tokens = tokens.reshape(*groups, tokens.shape[1])
@@ -140,8 +141,12 @@ def restore(all_rows: Rows, begun: PartialRows) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class CarryOver:
-    """Work that a rollout takes up from earlier ones, and that it may leave to the next."""
+    """Drafts and rows that a rollout takes up from earlier ones, and what it may leave undone."""
 
+    drafts: Drafts | None = None  # [Q * G], for the acceptance rule to verify
+    log_lenience: float = 0.0  # log ℓ of the rule in nats, in [-inf, inf]
+    # Stored responses of the prompts, and of the next step's after them, for the draft source.
+    history: DraftHistory | None = None
     next_prompts: Prompts | None = None  # of step + 1, for run-ahead
     next_noise_steps: np.ndarray | None = None  # int [Q, G], of these; None: step + 1
     # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.

@@ -23,12 +23,12 @@ from specrl_jax.rollout.carry_over import (
 )
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import NoiseKey, cut_drafts, read_rollout, start_all_rows
-from specrl_jax.rollout.engine.runner import DraftInputs, Requests, Runner, Stats
+from specrl_jax.rollout.engine.runner import Requests, Runner, Stats
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, time_steps
 from specrl_jax.sharding import put, shards
-from specrl_jax.types import PartialRows, Prompts, Rollout
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,9 @@ def generate(
     prompts: Prompts,
     noise: NoiseKey,
     *,
-    drafts: DraftInputs = DraftInputs(),
+    carry_over: CarryOver = CarryOver(),
     max_lens: np.ndarray | None = None,
     speculation: Speculation | None = None,
-    carry_over: CarryOver = CarryOver(),
 ) -> RolloutResult:
     """Roll out responses to Q prompts, G rows in a row for each.
 
@@ -86,12 +85,11 @@ def generate(
     next step. speculation: chooses widths; without it the widest are used.
     """
     begun = _begun(spec, prompts, carry_over)
-    runner = _runner(spec, weights, prompts, noise, drafts, carry_over, begun, max_lens)
+    runner = _runner(spec, weights, prompts, noise, carry_over, begun, max_lens)
     requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
-    previous = runner.drafts.previous
     result = RolloutResult(
-        read_rollout(spec, all_rows, previous, begun, np.int32(noise.step)),
+        read_rollout(spec, all_rows, requests.drafts, begun, np.int32(noise.step)),
         runner.stats,
         groups=np.arange(len(prompts.lens)),
         noise_steps=requests.noise_steps,
@@ -112,12 +110,11 @@ def time_decoding(
     weights: Params,
     prompts: Prompts,
     noise: NoiseKey,
-    drafts: DraftInputs,
     carry_over: CarryOver,
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout, in seconds by rows and width."""
     begun = _begun(spec, prompts, carry_over)
-    return time_steps(_runner(spec, weights, prompts, noise, drafts, carry_over, begun))
+    return time_steps(_runner(spec, weights, prompts, noise, carry_over, begun))
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -136,7 +133,6 @@ def _runner(
     weights: Params,
     prompts: Prompts,
     noise: NoiseKey,
-    drafts: DraftInputs,
     carry_over: CarryOver,
     begun: PartialRows | None,
     max_lens: np.ndarray | None = None,
@@ -144,18 +140,17 @@ def _runner(
     """Return the rows as they begin."""
     order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise, carry_over, begun, order)
-    drafts = _drafts_for(requests, drafts, carry_over, order)
     all_rows = start_all_rows(spec, requests.prompts, noise, requests.noise_steps, max_lens)
     if begun is not None:
         all_rows = restore(all_rows, begun)
-    if drafts.previous is not None:
-        ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, drafts.previous.lens))
+    if requests.drafts is not None:
+        ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, requests.drafts.lens))
         new = np.maximum(ends - requests.begun_lens, 0)
         requests = dataclasses.replace(
             requests, draft_ends=cut_ends, draft_lens=requests.draft_lens + new
         )
     buckets = spec.buckets(requests.num_train_rows)
-    return Runner(spec, buckets, weights, all_rows, requests, drafts)
+    return Runner(spec, buckets, weights, all_rows, requests)
 
 
 def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
@@ -184,7 +179,7 @@ def _requests(
     begun: PartialRows | None,
     order: np.ndarray,
 ) -> Requests:
-    """Return the requests for all rows in their order; none has a draft yet."""
+    """Return the requests for all rows in their order; no draft is looked at yet."""
     group = spec.group_size
     num_train_rows = len(prompts.lens) * group
     noise_steps = _noise_steps(spec, prompts, noise, carry_over)[order]
@@ -207,6 +202,9 @@ def _requests(
         done=done | np.repeat(fills, group),
         draft_ends=nothing,
         draft_lens=draft_lens,
+        drafts=_ordered_drafts(carry_over, begun_lens, group, order),
+        log_lenience=carry_over.log_lenience,
+        history=_ordered_history(carry_over, order),
         begin_first=np.arange(len(noise_steps)) < num_resumed,
         stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
         allow_unfinished=carry_over.allow_unfinished,
@@ -230,24 +228,30 @@ def _noise_steps(
     return np.concatenate([noise_steps, later])
 
 
-def _drafts_for(
-    requests: Requests, drafts: DraftInputs, carry_over: CarryOver, order: np.ndarray
-) -> DraftInputs:
+def _ordered_drafts(
+    carry_over: CarryOver, begun_lens: np.ndarray, group: int, order: np.ndarray
+) -> Drafts | None:
     """Return drafts of all rows, in their order; resumed groups that hold tokens have none."""
-    previous = drafts.previous
-    history = drafts.history
-    group = requests.group_size
+    drafts = carry_over.drafts
+    if drafts is None:
+        return None
     if carry_over.next_prompts is not None:
-        if previous is not None:
-            rows = _rows_of(order, group)
-            known = np.where(rows < len(previous.lens), 0, -1)
-            previous = assemble([previous], np.stack([known, rows], axis=1))
-        if history is not None and shards("batch") > 1:
-            history = DraftHistory(history.tokens[order], history.lens[order], history.ages)
-    elif previous is not None and carry_over.resumed is not None:
-        begun = np.repeat(requests.begun_lens.reshape(-1, group).any(axis=1), group)
-        previous = without_drafts(previous, begun)
-    return dataclasses.replace(drafts, previous=previous, history=history)
+        rows = _rows_of(order, group)
+        known = np.where(rows < len(drafts.lens), 0, -1)
+        return assemble([drafts], np.stack([known, rows], axis=1))
+    if carry_over.resumed is not None:
+        begun = np.repeat(begun_lens.reshape(-1, group).any(axis=1), group)
+        return without_drafts(drafts, begun)
+    return drafts
+
+
+def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory | None:
+    """Return the stored responses of all prompts, in their order."""
+    history = carry_over.history
+    if history is None or carry_over.next_prompts is None or shards("batch") == 1:
+        return history
+    tokens, lens = history
+    return tokens[order], lens[order]
 
 
 # --- out ------------------------------------------------------------------------------------------

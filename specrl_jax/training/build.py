@@ -43,7 +43,7 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
-from specrl_jax.training.episodes import EpisodeScorer, ResponseScorer
+from specrl_jax.training.episodes import ResponseScorer
 from specrl_jax.training.group_buffer import part_size, trained_group_size
 from specrl_jax.training.state import Origin, Reference, Run, RunState
 from specrl_jax.training.warmup import warm_up
@@ -106,14 +106,12 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         threshold=settings.threshold,
         extract=settings.extract,
     )
-    if not environment.name:
-        return ResponseScorer(pool, tokenizer, settings.keep_special_tokens, tags)
-    return EpisodeScorer(
+    return ResponseScorer(
         pool,
         tokenizer,
         settings.keep_special_tokens,
         tags,
-        max_turns=environment.max_turns,
+        max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
 
@@ -323,7 +321,7 @@ def _new_state(
     )
     if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
         state.speculation = Speculation()
-    run.collector.add_part(run, state)
+    run.collector.add_waiting(run, state)
     return state
 
 

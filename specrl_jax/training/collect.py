@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,7 +20,6 @@ from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import noise_visits
-from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
     noise_metrics,
@@ -53,7 +51,7 @@ class WholeRollout:
     def is_asked_for(self, config: Any) -> bool:
         return True
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         """Add what waits between two steps to a new state, empty."""
 
     def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
@@ -64,12 +62,14 @@ class WholeRollout:
         """Return the prompts of the next rollout, and what it takes up and leaves."""
         return state.stream.next(), CarryOver()
 
-    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def drafts_to_verify(
+        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+    ) -> Drafts | None:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
-    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-        """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+        """Return earlier responses for the draft source."""
         return stored_responses(run, state, prompts)
 
     def observe(self, state: RunState, responses: Responses) -> None:
@@ -98,7 +98,7 @@ class RunningAhead(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.run_ahead
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         rows = rollout_rows(run.config)
         state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
@@ -108,7 +108,9 @@ class RunningAhead(WholeRollout):
         noise_steps = state.kept_noise.steps(later, state.step + 1)
         return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
 
-    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def drafts_to_verify(
+        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+    ) -> Drafts | None:
         begun = state.run_ahead
         if drafts is not None:  # on kept noise the last response holds further than what was begun
             kept = state.kept_noise.steps(prompts, state.step) < state.step
@@ -116,7 +118,7 @@ class RunningAhead(WholeRollout):
             begun = dataclasses.replace(begun, drafts=shorter)
         return begun.drafts_for(prompts, drafts)
 
-    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
         tokens, lens = stored_responses(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
         begun_tokens, begun_lens = state.run_ahead.sources(prompts)
@@ -127,7 +129,7 @@ class RunningAhead(WholeRollout):
         batch = super().batch(run, state, rollouts)
         begun = state.run_ahead
         lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
-        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `to_verify`
+        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `drafts_to_verify`
             lens = np.where(rollouts[0].on_kept_noise, 0, lens)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
@@ -147,7 +149,7 @@ class PartialRollout(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.partial > 0
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
         stored = run.rollout_spec.stored_logprobs
@@ -180,7 +182,7 @@ class WaitingGroups(WholeRollout):
         screens = part_size(config) < config.rollout.group_size
         return config.algorithm.dynamic_sampling or screens
 
-    def add_part(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RunState) -> None:
         groups = GroupBuffer(run.config, len(run.prompts.lens))
         stored = run.rollout_spec.stored_logprobs
         slots = run.config.rollout.response_len
@@ -227,13 +229,19 @@ class WaitingGroups(WholeRollout):
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def find_drafts(
-    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
-) -> DraftInputs:
-    """Return what the rollout of `prompts` may draft from.
+def next_rollout(run: Run, state: RunState) -> tuple[Prompts, CarryOver, Drafts]:
+    """Return the prompts of the next rollout, what it takes up, and the prompts' last responses."""
+    prompts, carry_over = run.collector.next_prompts(run, state)
+    previous = state.store.get(prompts, step=state.step)
+    return prompts, _with_drafts(run, state, prompts, previous, carry_over), previous
 
-    previous: the newest responses of the store. next_prompts: of the next step, begun in the same
-    rollout; None: there are none.
+
+def _with_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, carry_over: CarryOver
+) -> CarryOver:
+    """Return `carry_over` with what the rollout of `prompts` may draft from.
+
+    previous: the newest responses of the store.
     """
     config = run.config.rollout
     drafts = None
@@ -242,15 +250,18 @@ def find_drafts(
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
         drafts = _without_unsolved(run, state, prompts, drafts)
-    drafts = run.collector.to_verify(state, prompts, drafts)
+    drafts = run.collector.drafts_to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.draft_history:
+        next_prompts = carry_over.next_prompts
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]
-        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        stored = [run.collector.history(run, state, batch) for batch in batches]
         tokens = jnp.concatenate([tokens for tokens, _ in stored])
         lens = jnp.concatenate([lens for _, lens in stored])
-        history = DraftHistory.from_store(tokens, lens, config.group_size)
-    return DraftInputs(drafts, run.log_lenience, history)
+        history = (tokens, lens)
+    return dataclasses.replace(
+        carry_over, drafts=drafts, log_lenience=run.log_lenience, history=history
+    )
 
 
 def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
@@ -271,8 +282,8 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     return without_drafts(drafts, left_out.reshape(-1))
 
 
-def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
-    """Return all stored responses, newest generation first: tokens [Q, E * G, R], lens.
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+    """Return all stored responses, newest generation first.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
     """
@@ -282,14 +293,9 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
         return state.store.sources(prompts, step=state.step)
     whole = state.stream.find([example.base_id for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
-
-    def joined(arrays: list[jax.Array]) -> jax.Array:
-        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
-        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
-        samples = jnp.concatenate(by_generation, axis=2)
-        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
-
-    return joined([tokens for tokens, _ in parts]), joined([lens for _, lens in parts])
+    tokens = jnp.concatenate([tokens for tokens, _ in parts], axis=2)
+    lens = jnp.concatenate([lens for _, lens in parts], axis=2)
+    return tokens, lens
 
 
 def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:

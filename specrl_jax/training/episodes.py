@@ -25,7 +25,7 @@ from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import DraftInputs, NoiseKey, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -88,12 +88,15 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
-    """Scorer that rolls prompts out, one turn each, and scores the responses."""
+    """Scorer that rolls prompts out and scores the responses: one turn each, or episodes."""
 
     pool: RewardPool | RewardSum
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
+    max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
+    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
+    allow_unfinished: float = 0.0
 
     def respond(
         self,
@@ -102,7 +105,6 @@ class ResponseScorer:
         prompts: Prompts,
         noise: NoiseKey,
         *,
-        drafts: DraftInputs = DraftInputs(),
         carry_over: CarryOver = CarryOver(),
         speculation: Speculation | None = None,
         clock: Stopwatch | None = None,
@@ -112,7 +114,7 @@ class ResponseScorer:
         clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
         """
         clock = clock or Stopwatch()
-        turns = self.begin(spec, prompts, drafts, carry_over)
+        turns = self.begin(spec, prompts, carry_over)
         responses = None
         while responses is None:
             with clock.timed("time/rollout"):
@@ -121,7 +123,6 @@ class ResponseScorer:
                     weights,
                     prompts,
                     noise,
-                    drafts=turns.drafts,
                     carry_over=turns.carry_over,
                     speculation=speculation,
                 )
@@ -131,10 +132,12 @@ class ResponseScorer:
         return responses
 
     def begin(
-        self, spec: RolloutSpec, prompts: Prompts, drafts: DraftInputs, carry_over: CarryOver
+        self, spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver
     ) -> "_OneTurn | _Episodes":
-        """Begin a response in each row."""
-        return _OneTurn(self, prompts, drafts, carry_over)
+        """Begin a response, or an episode, in each row."""
+        if self.max_turns:
+            return _Episodes(spec, prompts, self, carry_over)
+        return _OneTurn(self, prompts, carry_over)
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
@@ -175,19 +178,6 @@ class ResponseScorer:
         return Rewards.joined(parts)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EpisodeScorer(ResponseScorer):
-    """Scorer of episodes: rollouts of turns, and the environment of the pool in between."""
-
-    max_turns: int  # of an episode
-    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
-    allow_unfinished: float = 0.0
-
-    def begin(self, spec, prompts, drafts, carry_over) -> "_Episodes":
-        """Begin an episode in each row."""
-        return _Episodes(spec, prompts, self, drafts)
-
-
 def _problems(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
     """Return answers, tasks and metadata of these rows, of `total` in all."""
     group = total // len(prompts.examples)
@@ -205,7 +195,6 @@ class _OneTurn:
 
     scorer: ResponseScorer
     prompts: Prompts
-    drafts: DraftInputs
     carry_over: CarryOver
 
     def end_rollout(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
@@ -222,18 +211,17 @@ class _Episodes:
     """Episodes in progress, one a row; arrays are [B]."""
 
     def __init__(
-        self, spec: RolloutSpec, prompts: Prompts, scorer: EpisodeScorer, drafts: DraftInputs
+        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, carry_over: CarryOver
     ):
-        """Begin an episode in each row; drafts: earlier episodes."""
+        """Begin an episode in each row; carry_over: its drafts are earlier episodes."""
         rows = len(prompts.lens) * spec.group_size
         self.spec = spec
         self.prompts = prompts
         self.scorer = scorer
-        self.episode_drafts = drafts.previous
-        self.drafts = drafts  # of the turn that each row is in
-        if drafts.previous is not None:
-            first = turn_drafts(drafts.previous, None, spec.eos_ids)
-            self.drafts = dataclasses.replace(drafts, previous=first)
+        self.episodes = carry_over
+        self.drafts: Drafts | None = None  # of the turn that each row is in
+        if carry_over.drafts is not None:
+            self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids)
         self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
@@ -246,9 +234,14 @@ class _Episodes:
 
     @property
     def carry_over(self) -> CarryOver:
-        """Rows that the next rollout goes on from, and how many may stay unfinished."""
+        """Drafts and rows that the next rollout goes on from; how many may stay unfinished."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
-        return CarryOver(partial_rows=self.begun, allow_unfinished=unfinished)
+        return dataclasses.replace(
+            self.episodes,
+            drafts=self.drafts,
+            partial_rows=self.begun,
+            allow_unfinished=unfinished,
+        )
 
     def end_rollout(
         self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
@@ -310,14 +303,13 @@ class _Episodes:
         )
         self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
         self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
-        if self.episode_drafts is None:
+        if self.episodes.drafts is None:
             return
         starts = put(self.turn_starts, "batch")
-        drafts = turn_drafts(self.episode_drafts, self.begun, self.spec.eos_ids, starts)
-        self.drafts = dataclasses.replace(self.drafts, previous=drafts)
+        self.drafts = turn_drafts(self.episodes.drafts, self.begun, self.spec.eos_ids, starts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
         seen = self.draft_lens + lens - result.resumed_lens
         drafts_left = np.maximum(result.draft_lens - seen, 0)
-        goes_on = ~self.ended & (hosts.fetch(drafts.lens) > lens)
+        goes_on = ~self.ended & (hosts.fetch(self.drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
         self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))

@@ -195,7 +195,7 @@ class RunState:
         return adapted(model, self.train.params, self.frozen(model))
 
     def rollout_weights(self, run: Run) -> Params:
-        """Return the weights of the next rollout, those of the draft head included."""
+        """Return the weights of a step's rollouts, those of the draft head included."""
         policy = self.policy(run.model)
         weights = rollout_weights(run.model, policy)
         head = self.train.draft_head

@@ -11,7 +11,8 @@ from rollout_reference import as_drafts, check_equal, host, make_prompts, match_
 from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate
+from specrl_jax.rollout.carry_over import CarryOver
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
@@ -92,11 +93,11 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         prompts, weights = ref.random_prompts(), ref.policy(0.0, ref.ONE_LAYER)[1]
         steps = np.random.default_rng(2).integers(1, 4, (8, G))
         spec = match_spec(width)
-        drafts = DraftInputs(
+        carry_over = CarryOver(
             as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         )
         noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
-        result = generate(spec, weights, prompts, noise, drafts=drafts)
+        result = generate(spec, weights, prompts, noise, carry_over=carry_over)
         assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
         for step in (1, 2, 3):
@@ -129,8 +130,8 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
         noise = NoiseKey(jax.random.key(ref.KEY), 50 + step, noise_steps=np.full((512, G), step))
-        drafts = DraftInputs(as_drafts(before))
-        after = host(generate(spec, new, prompts, noise, drafts=drafts).rollout)
+        carry_over = CarryOver(as_drafts(before))
+        after = host(generate(spec, new, prompts, noise, carry_over=carry_over).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
         check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))
         counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens, after.lens))

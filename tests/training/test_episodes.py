@@ -15,9 +15,9 @@ from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.carry_over import turn_drafts
-from specrl_jax.rollout.generate import DraftInputs, NoiseKey
-from specrl_jax.training.episodes import EpisodeScorer, ResponseScorer
+from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
+from specrl_jax.rollout.generate import NoiseKey
+from specrl_jax.training.episodes import ResponseScorer
 from specrl_jax.types import PartialRows, Rollout, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -37,11 +37,11 @@ def prompts_of(target: str = "3"):
     return dataclasses.replace(prompts, examples=examples)
 
 
-def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
+def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **carry_over):
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
-    scorer = EpisodeScorer(pool, TOKENIZER, **turns)
+    scorer = ResponseScorer(pool, TOKENIZER, **turns)
     noise = NoiseKey(jax.random.key(KEY), step)
-    return scorer.respond(spec, weights, prompts, noise, drafts=DraftInputs(**drafts))
+    return scorer.respond(spec, weights, prompts, noise, carry_over=CarryOver(**carry_over))
 
 
 def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):
@@ -235,7 +235,7 @@ def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
     drafts = ref.as_drafts(expected.result.rollout)
     other = prompts_of("5")
     without = run(pool, spec_of(accept="match"), weights, other)
-    played = run(pool, spec_of(accept="match"), weights, other, previous=drafts)
+    played = run(pool, spec_of(accept="match"), weights, other, drafts=drafts)
     check_equal(
         host(played.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
     )

@@ -16,8 +16,6 @@ position s and of the state that chose it:
     `correct`                   h1, d1    h2, w     z1's are written over; `last` is now w
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -30,20 +28,13 @@ from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, reshard
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadDrafts:
-    """Settings of the head's drafts; hashable, fixed in the compiled programs."""
-
-    coupled: bool = True  # drawn with the policy's noise; False: the likeliest token, to compare
-
-
 class HeadDrafting:
-    """Drafting by the head in a decode step, over the rollout's weights."""
+    """Drafting by the head in a decode step, over the rollout's weights.
 
-    def __init__(
-        self, settings: HeadDrafts, sampling: SamplingConfig, model: Transformer, weights: Params
-    ):
-        self.settings = settings
+    sampling: how guesses are drawn, with the policy's noise; at temperature 0 the likeliest token.
+    """
+
+    def __init__(self, sampling: SamplingConfig, model: Transformer, weights: Params):
         self.sampling = sampling
         self.model = model
         self.head = DraftHead(model.config, weights["draft_head"])
@@ -85,8 +76,6 @@ class HeadDrafting:
     def _draw(self, states: Array, seeds: Array, positions: Array) -> Array:
         """Draw the tokens [b, t] at `positions` of the response from the states [b, t, D]."""
         logits = truncate(temper(self._logits(states), self.sampling), self.sampling)
-        if not self.settings.coupled:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return sample(logits, seeds, reshard(positions, "batch", None), self.sampling)[0]
 
     def _logits(self, states: Array) -> Array:

@@ -24,27 +24,9 @@ from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Prompts
 
-
-@dataclasses.dataclass(frozen=True)
-class DraftHistory:
-    """Stored responses of Q prompts, M of each, the newest generation first."""
-
-    tokens: Array  # int32 [Q, M, R], the same on every device
-    lens: Array  # int32 [Q, M], 0 where there is none
-    ages: np.ndarray  # int [M], 0 for the newest generation
-
-    @classmethod
-    def from_store(cls, tokens: Array, lens: Array, group_size: int) -> "DraftHistory":
-        """Take what `DraftStore.sources` returns, generations of group_size responses."""
-        return cls(tokens, lens, np.arange(tokens.shape[1]) // group_size)
-
-    @classmethod
-    def empty(cls, prompts: int, slots: int) -> "DraftHistory":
-        """No responses of `slots` tokens."""
-        empty = np.zeros((prompts, 0, slots), np.int32)
-        tokens = put(empty, None, None, None)
-        lens = put(empty[:, :, 0], None, None)
-        return cls(tokens, lens, np.zeros(0, int))
+# Stored responses of Q prompts, of E generations, the newest first, and G samples: tokens int32
+# [Q, E, G, R] and lens int32 [Q, E, G], 0 where there is none; the same on every device.
+DraftHistory = tuple[Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +82,16 @@ class SuffixDrafts(DraftSource):
         return cls(config, tree.decay, history=tree.history)
 
     def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> SuffixIndex:
-        weights = put((self.decay**history.ages).astype(np.float32), None)
+        tokens, lens = history
+        prompts, generations, samples, slots = tokens.shape
+        by_age = self.decay ** np.arange(generations)
+        weights = put(np.repeat(by_age, samples).astype(np.float32), None)
         return suffix_match.build(
-            history.tokens, history.lens, weights, live=group_size, depth=self.config.depth
+            tokens.reshape(prompts, generations * samples, slots),
+            lens.reshape(prompts, generations * samples),
+            weights,
+            live=group_size,
+            depth=self.config.depth,
         )
 
     def propose(self, state: SuffixIndex, rows: Rows, width: int) -> tuple[Array, Array]:

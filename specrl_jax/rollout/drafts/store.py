@@ -116,7 +116,7 @@ class DraftStore(StatePart):
         }
         self._max_age = max_age
         self._owner = dict(owner or {})
-        self._num_sources = (shape.history or shape.generations) * shape.samples
+        self._history = shape.history or shape.generations
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
@@ -130,10 +130,10 @@ class DraftStore(StatePart):
         return pick_drafts(self._arrays, *self._find(prompts, step), age=age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
-        """Return the prompts' last `history` responses, whole on every device: tokens [Q, E * G,
-        R], lens [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
+        """Return the prompts' last E = `history` responses, whole on every device: tokens [Q, E, G,
+        R], lens [Q, E, G], the newest generation first; zeros, length 0, where there is none."""
         tokens, lens = pick_sources(self._arrays, *self._find(prompts, step))
-        return tokens[:, : self._num_sources], lens[:, : self._num_sources]
+        return tokens[:, : self._history], lens[:, : self._history]
 
     def unsolved(self, prompts: Prompts) -> np.ndarray:
         """bool [Q], the prompts whose newest responses `put` was told to be unsolved."""
@@ -250,15 +250,14 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
 
 @jax.jit
 def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Array]:
-    """Tokens [Q, E * G, R] and lengths [Q, E * G] of all generations, arguments as above."""
+    """Tokens [Q, E, G, R] and lengths [Q, E, G] of all generations, arguments as above."""
 
     def pick(array: Array) -> Array:
-        """Pick [E, N, G, ...] → [Q, E * G, ...] on every device."""
+        """Pick [E, N, G, ...] → [Q, E, G, ...] on every device."""
         rows = array.at[:, _whole(slots)].get(out_sharding=jax.P(*(None,) * array.ndim))
-        rows = jnp.swapaxes(rows, 0, 1)
-        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+        return jnp.swapaxes(rows, 0, 1)
 
-    young = pick(stored.steps) >= _whole(oldest)[:, None]
+    young = pick(stored.steps) >= _whole(oldest)[:, None, None]
     return _keep(pick(stored.tokens), young), _keep(pick(stored.lens), young)
 
 

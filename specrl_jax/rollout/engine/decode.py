@@ -71,17 +71,6 @@ class StopCondition:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepCounts:
-    """Counts of what `decode_steps` did, int32."""
-
-    steps: Array
-    # [W]: steps of rows, by the number of draft tokens that were accepted, 0 ... W - 1.
-    matched: Array
-    drafted: Array  # of these tokens, those that were emitted
-
-
 @functools.partial(
     jax.jit,
     static_argnames=("spec", "width"),
@@ -96,14 +85,16 @@ def decode_steps(
     stop: StopCondition,
     *,
     width: int,
-) -> tuple[KVCache, Rows, Any, StepCounts, Array]:
+) -> tuple[KVCache, Rows, Any, Array, Array, Array]:
     """Make steps of one width until a stop condition holds.
 
     draft_state: of `spec.draft_source`, which proposes tokens where width > 1; the draft head
     proposes what it leaves open. The cache needs slots for prompt, response and the candidates of a
     step.
 
-    Returns cache, rows, draft state, counts, and what `progress` returns.
+    Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: steps of
+    rows by the number of draft tokens that were accepted, 0 ... W - 1, and the accepted tokens that
+    were emitted; and what `progress` returns.
     """
 
     def goes_on(state: tuple) -> Array:
@@ -116,13 +107,11 @@ def decode_steps(
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    counts = StepCounts(steps, counts[:width], counts[width])
-    return cache, rows, draft_state, counts, progress(rows, stop)
+    return cache, rows, draft_state, steps, counts, progress(rows, stop)
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
-    """Make a step of the state (cache, rows, draft state, steps, counts); counts: int32 [W + 1],
-    `matched` and `drafted` of `StepCounts`."""
+    """Make a step of the state: cache, rows, draft state, steps, counts as in `decode_steps`."""
     cache, rows, draft_state, steps, counts = state
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
@@ -131,7 +120,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
     if spec.draft_head is not None:
-        drafting = HeadDrafting(spec.draft_head, spec.sampling, model, weights)
+        drafting = HeadDrafting(spec.draft_head, model, weights)
         drafted, head_cache = drafting.propose(rows, start, head_cache, drafted, draft_len)
         draft_len = jnp.full_like(draft_len, width - 1)
     draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)

@@ -23,27 +23,17 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StepCounts, StopCondition, decode_steps
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, scatter
-from specrl_jax.sharding import shards
+from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftInputs:
-    """Inputs that a rollout may draft from."""
-
-    previous: Drafts | None = None  # [B], for the acceptance rule to verify
-    log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
-    # Stored responses of the prompts, and of the next step's after them, for the draft source.
-    history: DraftHistory | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Requests:
-    """Rows of a rollout, B, as they begin, on the host; G rows in a row share a prompt.
+    """Rows of a rollout, B, as they begin, and what they draft from; G in a row share a prompt.
 
     Each shard of the batch holds B / shards rows in a row: first those to train on, of which all
     have as many, then those that only use idle slots (run-ahead).
@@ -56,6 +46,9 @@ class Requests:
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
     draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
+    drafts: Drafts | None = None  # [B], for the acceptance rule to verify
+    log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
+    history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
     # When the rollout may end before all rows are done; 0: not at all.
     stop_after_groups: int = 0  # so many groups are done
@@ -131,7 +124,6 @@ class Runner:
     weights: Params
     all_rows: Rows
     requests: Requests
-    drafts: DraftInputs
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     def __post_init__(self):
@@ -156,8 +148,8 @@ class Runner:
         prompts = requests.prompts
         group = requests.group_size
         tokens = np.zeros((len(requests.done), self.spec.response_slots), np.int32)
-        if self.drafts.previous is not None and requests.draft_ends.any():
-            tokens = hosts.fetch(self.drafts.previous.tokens)
+        if requests.drafts is not None and requests.draft_ends.any():
+            tokens = hosts.fetch(requests.drafts.tokens)
         if requests.begun_lens.any():
             begun = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
             inside = np.arange(tokens.shape[1]) < requests.begun_lens[:, None]
@@ -189,8 +181,8 @@ class Runner:
             self.cache,
             self.rows,
             self.all_rows,
-            self.drafts.previous,
-            np.float32(self.drafts.log_lenience),
+            requests.drafts,
+            np.float32(requests.log_lenience),
             prefixes,
             self.stop_condition(),
         )
@@ -208,25 +200,29 @@ class Runner:
         requests = self.requests
         return StopCondition.of(requests.shard_train_rows, requests.shard_rows, **bounds)
 
-    def decode(self, stop: StopCondition, width: int) -> StepCounts:
-        """Run decode steps of one width."""
+    def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
+        """Run decode steps of one width.
+
+        Returns how many, and the steps of rows by the number of accepted draft tokens, [width].
+        """
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
-        self.cache, self.rows, draft_state, counts, progress = decode_steps(
+        self.cache, self.rows, draft_state, steps, counts, progress = decode_steps(
             self.spec, self.weights, self.cache, self.rows, draft_state, stop, width=width
         )
         if width > 1:
             self.draft_state = draft_state
         else:
             self.draft_state_stale = True
-        counts = self._read(counts, progress)
-        steps = int(counts.steps)
+        steps, counts = self._read((steps, counts), progress)
+        steps = int(steps)
+        *histogram, drafted = counts.tolist()
         self.stats.decode_seconds += time.perf_counter() - start
         self.stats.decode_steps += steps
         self.stats.row_steps += steps * self.size
-        self.stats.drafted_tokens += int(counts.drafted)
+        self.stats.drafted_tokens += drafted
         self.stats.decode_runs.append((self.size, width, steps))
-        return counts
+        return steps, histogram
 
     def _read(self, counts: Any, progress: Any) -> Any:
         """Fetch the counts once the model has run; note how many rows are left, which are done."""
@@ -247,12 +243,14 @@ class Runner:
         source = self.spec.draft_source
         if source is None:
             return None
-        prompts = self.requests.prompts
+        requests = self.requests
         if self.draft_state is None:
-            history = self.drafts.history
+            history = requests.history
             if history is None:
-                history = DraftHistory.empty(len(prompts.lens), self.spec.response_slots)
-            self.draft_state = source.init(prompts, history, self.requests.group_size)
+                lens = np.zeros((len(requests.prompts.lens), 0, requests.group_size), np.int32)
+                tokens = np.zeros((*lens.shape, self.spec.response_slots), np.int32)
+                history = put(tokens, *(None,) * 4), put(lens, *(None,) * 3)
+            self.draft_state = source.init(requests.prompts, history, requests.group_size)
         if self.draft_state_stale:
             self.write_back()
             rows = self.all_rows

@@ -97,9 +97,9 @@ class Scheduler:
         bounds = self._bounds()
         if plan.max_steps:
             bounds["max_steps"] = min(plan.max_steps, bounds.get("max_steps", plan.max_steps))
-        counts = runner.decode(runner.stop_condition(**bounds), plan.width)
+        steps, histogram = runner.decode(runner.stop_condition(**bounds), plan.width)
         if self.speculation is not None:
-            self.speculation.record_steps(plan, int(counts.steps), counts.matched.tolist())
+            self.speculation.record_steps(plan, steps, histogram)
 
     def _bounds(self) -> dict:
         """Bounds of a stop condition: what to wait for."""
@@ -108,13 +108,11 @@ class Scheduler:
         bounds = {}
         queues = self.waiting if any(self.waiting) else self.next_step
         if any(queues):
-            # As many slots are free then as rows begin together; at least one more than now.
+            # As many slots are free then as rows begin together; fewer are now (`_admit`).
             waiting = np.array([len(queue) for queue in queues])
             enough = np.minimum(waiting, self.buckets.refill)
             full = runner.size // self.buckets.multiple
-            refill = np.clip(runner.unfinished - 1, 0, full - enough)
-            waits = (waiting > 0) & (runner.unfinished > 0)
-            bounds["refill_at"] = np.where(waits, refill, -1)
+            bounds["refill_at"] = np.where(waiting > 0, full - enough, -1)
         else:
             below = self.buckets.rows_below(runner.size)
             bounds["max_unfinished"] = below // self.buckets.multiple

@@ -4,7 +4,6 @@ import dataclasses
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
-from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
@@ -36,7 +35,8 @@ class RolloutSpec:
     response_slots: int  # R
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
-    draft_head: HeadDrafts | None = None  # goes on where the source has none
+    # How the learned head draws, which goes on where the source has no token; None: no head.
+    draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # batch sizes, each half the last
@@ -61,9 +61,10 @@ class RolloutSpec:
         settings = config.rollout
         drafts = DRAFT_SOURCES[settings.draft]
         rule = acceptance_rule(config)
+        sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
         return cls(
             model=model,
-            sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
+            sampling=sampling,
             accept=rule,
             eos_ids=eos_ids,
             pad_id=pad_id,
@@ -71,7 +72,7 @@ class RolloutSpec:
             response_slots=settings.response_len,
             group_size=settings.group_size,
             draft_source=drafts.source(settings) if drafts.source else None,
-            draft_head=HeadDrafts() if drafts.head else None,
+            draft_head=sampling if drafts.head else None,
             stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
             max_width=settings.max_width if drafts.proposes else 1,
             row_buckets=settings.row_buckets,

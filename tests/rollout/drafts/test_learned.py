@@ -11,10 +11,9 @@ from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, mat
 
 from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.generate import NoiseKey
-from specrl_jax.rollout.sampling import sample, temper, truncate
+from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
 MODEL = ref.ONE_LAYER
@@ -31,7 +30,7 @@ def weights_of(vocab=0, nudge=0.0):
 
 def head_spec(width, coupled=True, **kwargs):
     spec = match_spec(**({"max_width": width} | kwargs))
-    return dataclasses.replace(spec, draft_head=HeadDrafts(coupled))
+    return dataclasses.replace(spec, draft_head=spec.sampling if coupled else SamplingConfig(0))
 
 
 @pytest.fixture(scope="module")

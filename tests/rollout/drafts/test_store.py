@@ -95,16 +95,16 @@ def check_sources(sources, shelf, names, step) -> int:
     tokens, lens = sources
     for array in sources:
         assert array.sharding.is_fully_replicated
-    count = shelf.history * shelf.samples
-    assert tokens.shape == (len(names), count, R)
-    assert lens.shape == (len(names), count)
+    shape = (len(names), shelf.history, shelf.samples)
+    assert tokens.shape == (*shape, R)
+    assert lens.shape == shape
     tokens, lens = np.asarray(tokens), np.asarray(lens)
     ages = range(1, shelf.history + 1)
     for row, name in enumerate(names):
-        for n, (age, g) in enumerate(itertools.product(ages, range(shelf.samples))):
+        for age, g in itertools.product(ages, range(shelf.samples)):
             expected = shelf.get(name, g, age, step) or {"tokens": 0, "lens": 0}
-            np.testing.assert_array_equal(tokens[row, n], expected["tokens"])
-            assert lens[row, n] == expected["lens"]
+            np.testing.assert_array_equal(tokens[row, age - 1, g], expected["tokens"])
+            assert lens[row, age - 1, g] == expected["lens"]
     return np.count_nonzero(lens)
 
 

@@ -1,5 +1,7 @@
 """Decode steps of any width by hand, on a policy that counts; and when steps stop."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -54,10 +56,12 @@ def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     count = len(rows.lens)
     bounds = {"num_train_rows": count, "shard_rows": count} | bounds
     stop = StopCondition.of(**bounds)
-    cache, rows, _, counts, numbers = decode_steps(
+    cache, rows, _, made, counts, numbers = decode_steps(
         spec, weights, cache, rows, state, stop, width=width
     )
-    return cache, rows, ref.host(counts), np.asarray(numbers).tolist()
+    *matched, drafted = np.asarray(counts).tolist()
+    counts = types.SimpleNamespace(steps=int(made), matched=np.array(matched), drafted=drafted)
+    return cache, rows, counts, np.asarray(numbers).tolist()
 
 
 def texts_of(rows, name="tokens") -> list[list[int]]:
