@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots
-from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
+from specrl_jax.rollout.distributions import TokenDistributions
+from specrl_jax.rollout.sampling import add_at, logprobs_at
 from specrl_jax.types import TokenColumns
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)

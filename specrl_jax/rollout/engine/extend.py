@@ -32,11 +32,12 @@ from specrl_jax.models.row_slices import read_slots, take_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
+from specrl_jax.rollout.distributions import TokenDistributions
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
-from specrl_jax.rollout.sampling import TokenDistributions, uniforms
+from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source, TokenColumns
 
@@ -257,8 +258,7 @@ def _begin(
 
     def policy_after(offset: Array, count: int) -> TokenDistributions:
         """Return the policy in these states."""
-        logits = model.logits(states_at(offset, count))
-        return policy_at(spec, rows, rows.lens + offset, logits)
+        return policy_at(spec, rows, rows.lens + offset, model, states_at(offset, count))
 
     accepted = jnp.zeros_like(rows.lens)
     draft_len = accepted
