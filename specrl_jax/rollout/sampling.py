@@ -15,6 +15,7 @@ column that won. It is the same distribution, with noise for N + C candidates, n
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax import Array
 from specrl_jax.models.head import folded_rows
 from specrl_jax.models.logprobs import pick
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
+from specrl_jax.types import TokenColumns
 
 # Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
 # are finite, and so are their exponentials.
@@ -89,16 +91,17 @@ def noise_keys(seeds_B2: Array, positions: Array) -> tuple[Array, Array]:
     shape = (-1, *(1,) * (positions.ndim - 1))
     seed = reshard(seeds_B2[:, 0], "batch").reshape(shape)
     seed2 = reshard(seeds_B2[:, 1], "batch").reshape(shape)
-    return _hash(position, seed, seed2), _hash(position ^ jnp.uint32(0x5BD1E995), seed2, seed)
+    first = _hash(position, seed, seed2)
+    second = _hash(position ^ jnp.uint32(0x5BD1E995), seed2, seed)
+    return first, second
 
 
 def exponential(ids: Array, first: Array, second: Array) -> Array:
-    """Return float32 Exp(1) of candidates `ids` under the keys of `noise_keys`; one shape for all
-    after broadcasting."""
+    """Return float32 Exp(1) of candidates; ids: integers that broadcast against `noise_keys`."""
+    bits = _hash(ids.astype(jnp.uint32), first, second)
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
     # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
-    bits = _hash(ids.astype(jnp.uint32), first, second)
     return -jnp.log1p(-jnp.minimum(to_unit(bits), 1 - 2.0**-24))
 
 
@@ -207,6 +210,52 @@ def _fold(scores: Array) -> Array:
 def temper(logits: Array, config: SamplingConfig) -> Array:
     """Divide logits by the temperature (unchanged for greedy decoding)."""
     return logits / config.temperature if config.temperature > 0 else logits
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDistributions:
+    """Distributions of the policy at positions of rows: it samples tokens and scores them."""
+
+    logits: Array  # [B, ..., V], tempered
+    cut: Array  # [B, ..., V], truncated too: what is sampled from
+    seeds: Array  # uint32 [B, 2]
+    positions: Array  # int32 [B, ...], of the tokens in their responses
+    config: SamplingConfig
+    k: int  # likeliest tokens whose log-probs are kept
+
+    @classmethod
+    def of(
+        cls, logits: Array, seeds: Array, positions: Array, config: SamplingConfig, k: int = 0
+    ) -> "TokenDistributions":
+        """Take the policy's logits [B, ..., V]; other arguments as the fields."""
+        logits = temper(logits, config)
+        return cls(logits, truncate(logits, config), seeds, positions, config, k)
+
+    def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
+        """Sample a token from each distribution.
+
+        weigh: from the truncated scores to the log-weights [B, ..., V] that are sampled from in
+        their place; None: the scores themselves.
+        """
+        if weigh is None:
+            tokens, logprobs, log_z = sample(self.cut, self.seeds, self.positions, self.config)
+            return self._kept(tokens, logprobs, log_z[..., None])
+        tokens, _, _ = sample(weigh(self.cut), self.seeds, self.positions, self.config)
+        return self.score(tokens)
+
+    def score(self, tokens: Array) -> TokenColumns:
+        """Look up the log-probs of tokens int32 [B, ...]."""
+        return self._kept(tokens, logprobs_at(self.cut, tokens[..., None])[..., 0], None)
+
+    def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> TokenColumns:
+        policy = sampling
+        if self.config.truncates:
+            # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
+            policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
+        if not self.k:
+            return TokenColumns(tokens, policy, sampling)
+        top_ids, top_logprobs = likeliest_tokens(self.cut, self.k, log_z)
+        return TokenColumns(tokens, policy, sampling, top_ids, top_logprobs)
 
 
 # Single tokens of a distribution over a vocabulary that is split ----------------------------------

@@ -289,3 +289,42 @@ def test_columns_and_their_tokens_race_alone(mesh):
     for (first, second), sizes in zip(pairs, [(128, 10), (8, 10), (10, 8), (10, 10)], strict=True):
         joint = np.bincount(first * sizes[1] + second, minlength=sizes[0] * sizes[1])
         assert stats.chisquare(joint).pvalue > P_VALUE
+
+
+# Sampled and given tokens, and what is kept of them
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _keep(logits, seeds, given, config, k):
+    positions = jnp.zeros(logits.shape[:-1], jnp.int32)
+    policy = sampling.TokenDistributions.of(logits, seeds, positions, config, k)
+    residual = policy.sample(lambda cut: jnp.where(jnp.arange(cut.shape[-1]) == 3, cut, -jnp.inf))
+    return policy.sample(), policy.score(given), residual
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(0.7), SamplingConfig(0.7, top_k=5)])
+def test_what_is_kept_of_a_token(mesh, config):
+    """Log-probs with and without truncation, and the likeliest tokens, in float64."""
+    logits = np.random.default_rng(4).normal(0, 1, (16, 3, 9)).astype(np.float32)
+    logits[..., 3] += 2  # among the five likeliest
+    given = np.argsort(-logits, axis=-1)[..., 1].astype(np.int32)
+    placed = put(logits, "batch", None, "vocab")
+    kept = _keep(placed, make_seeds(16), put(given, "batch", None), config, 4)
+    policy = scipy.special.log_softmax(logits.astype(np.float64) / 0.7, axis=-1)
+    order = np.argsort(-logits, axis=-1)
+    cut = policy.copy()
+    if config.top_k:
+        np.put_along_axis(cut, order[..., config.top_k :], -np.inf, axis=-1)
+    cut = scipy.special.log_softmax(cut, axis=-1)
+    for columns in kept:
+        tokens = np.asarray(columns.tokens)[..., None]
+        for got, table in ((columns.policy_logprobs, policy), (columns.sampling_logprobs, cut)):
+            expected = np.take_along_axis(table, tokens, axis=-1)[..., 0]
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+        np.testing.assert_array_equal(columns.top_ids, order[..., :4])
+        likeliest = np.take_along_axis(cut, order[..., :4], axis=-1)
+        np.testing.assert_allclose(columns.top_logprobs, likeliest, atol=1e-5)
+    sampled, scored, residual = (np.asarray(columns.tokens) for columns in kept)
+    assert len(np.unique(sampled)) > 3
+    np.testing.assert_array_equal(scored, given)
+    assert (residual == 3).all()

@@ -24,10 +24,11 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
-from specrl_jax.rollout.distributions import TokenDistributions
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.one_pass import OnePass, distributions
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.sharding import axes, reshard, shards
 from specrl_jax.types import Source, TokenColumns
 
@@ -175,13 +176,11 @@ def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tup
 
 def policy_at(
     spec: RolloutSpec, rows: Rows, first: Array, model: Transformer, hidden: Array
-) -> TokenDistributions:
+) -> TokenDistributions | OnePass:
     """Return the policy at response positions from `first` int32 [b] on; hidden: [b, T, D]."""
     positions = first[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
     positions = reshard(positions, "batch", None)
-    return TokenDistributions(
-        model, hidden, rows.seeds, positions, spec.sampling, spec.stored_logprobs
-    )
+    return distributions(model, hidden, rows.seeds, positions, spec.sampling, spec.stored_logprobs)
 
 
 def append(

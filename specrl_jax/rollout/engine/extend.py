@@ -32,12 +32,12 @@ from specrl_jax.models.row_slices import read_slots, take_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
-from specrl_jax.rollout.distributions import TokenDistributions
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.one_pass import OnePass
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
-from specrl_jax.rollout.sampling import uniforms
+from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source, TokenColumns
 
@@ -256,7 +256,7 @@ def _begin(
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
         return take_nodes(hidden, read)
 
-    def policy_after(offset: Array, count: int) -> TokenDistributions:
+    def policy_after(offset: Array, count: int) -> TokenDistributions | OnePass:
         """Return the policy in these states."""
         return policy_at(spec, rows, rows.lens + offset, model, states_at(offset, count))
 
@@ -306,7 +306,7 @@ def _verify(
     stored: TokenColumns,
     draft_len: Array,
     log_lenience: Array,
-    policy_after: Callable[[Array, int], TokenDistributions],
+    policy_after: Callable[[Array, int], TokenDistributions | OnePass],
 ) -> tuple[Array, Residual | None, TokenColumns]:
     """Let the rule look at drafts, some columns at a time, until every row has rejected a token or
     is at its draft's end, and decide.
