@@ -164,12 +164,16 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
     )
 
 
-def final_logits(logits: Array, config: ModelConfig) -> Array:
-    """Return logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`."""
+def final_logits(logits: Array, config: ModelConfig, ids: Array | None = None) -> Array:
+    """Return logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`.
+
+    ids: int32, the tokens of the logits, where these are of some; None: of all.
+    """
     logits = softcapped(logits, config.final_softcap)
     if not config.unused_ids:
         return logits
-    ids = reshard(jnp.arange(logits.shape[-1]), "vocab")[(None,) * (logits.ndim - 1)]
+    if ids is None:
+        ids = reshard(jnp.arange(logits.shape[-1]), "vocab")[(None,) * (logits.ndim - 1)]
     unused = [(first <= ids) & (ids < stop) for first, stop in config.unused_ids]
     return jnp.where(functools.reduce(jnp.logical_or, unused), -jnp.inf, logits)
 

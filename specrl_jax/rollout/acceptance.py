@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots
+from specrl_jax.rollout.one_pass import OnePass
 from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
 from specrl_jax.types import TokenColumns
 
@@ -102,7 +103,7 @@ class AcceptanceRule:
         raise NotImplementedError
 
     def look(
-        self, draft: DraftTokens, policy: TokenDistributions
+        self, draft: DraftTokens, policy: TokenDistributions | OnePass
     ) -> tuple[Array, TokenColumns, Any]:
         """Look at draft tokens, before which all were kept.
 

@@ -15,22 +15,20 @@ column that won. It is the same distribution, with noise for N + C candidates, n
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specrl_jax.models.head import folded_rows
 from specrl_jax.models.logprobs import pick
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
 from specrl_jax.types import TokenColumns
 
-SHORT = 1_024  # vocabularies below it race once
 # Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
 # are finite, and so are their exponentials.
 CUT_OFF_LOGPROB = -50.0
-MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... heads cut it too
 
 
 class Purpose(enum.IntEnum):
@@ -83,18 +81,28 @@ def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
 
     ids: integers [B or 1, ..., n].
     """
+    first, second = noise_keys(seeds_B2, positions)
+    return exponential(ids, first[..., None], second[..., None])
+
+
+def noise_keys(seeds_B2: Array, positions: Array) -> tuple[Array, Array]:
+    """Return two uint32 [B, ...] that key the noise of the candidates at positions [B, ...]."""
     position = positions.astype(jnp.uint32)
-    ids = ids.astype(jnp.uint32)
     shape = (-1, *(1,) * (positions.ndim - 1))
     seed = reshard(seeds_B2[:, 0], "batch").reshape(shape)
     seed2 = reshard(seeds_B2[:, 1], "batch").reshape(shape)
     first = _hash(position, seed, seed2)
     second = _hash(position ^ jnp.uint32(0x5BD1E995), seed2, seed)
+    return first, second
+
+
+def exponential(ids: Array, first: Array, second: Array) -> Array:
+    """Return float32 Exp(1) of candidates; ids: integers that broadcast against `noise_keys`."""
+    bits = _hash(ids.astype(jnp.uint32), first, second)
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
     # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
-    units = jnp.minimum(to_unit(_hash(ids, first[..., None], second[..., None])), 1 - 2.0**-24)
-    return -jnp.log1p(-units)
+    return -jnp.log1p(-jnp.minimum(to_unit(bits), 1 - 2.0**-24))
 
 
 def _hash(x: Array, seed: Array, seed2: Array) -> Array:
@@ -190,7 +198,7 @@ def _fold(scores: Array) -> Array:
     """Fold [..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so that
     work along N stays on a device; where C does not divide, the scores are gathered first."""
     vocab = scores.shape[-1]
-    rows = vocab if vocab < SHORT else math.gcd(vocab, MOST_ROWS)
+    rows = folded_rows(vocab)
     dims = jax.typeof(scores).sharding.spec[:-1]
     split = axes("vocab")[0] if rows > 1 and rows % shards("vocab") == 0 else None
     if split is None:

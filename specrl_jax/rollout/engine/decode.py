@@ -26,6 +26,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.one_pass import OnePass, distributions
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.sharding import axes, reshard, shards
@@ -126,7 +127,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)
     fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
     hidden, cache = model(fed, start, cache)
-    policy = policy_at(spec, rows, rows.lens, model.logits(hidden))
+    policy = policy_at(spec, rows, rows.lens, model, hidden)
     sampled = policy.sample()
     accepted = count_leading(sampled.tokens == drafted, draft_len)
     new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
@@ -162,11 +163,13 @@ def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tup
     return jnp.pad(tokens, ((0, 0), (0, 1))), count
 
 
-def policy_at(spec: RolloutSpec, rows: Rows, first: Array, logits: Array) -> TokenDistributions:
-    """Return the policy at response positions from `first` int32 [b] on; logits: [b, T, V]."""
-    positions = first[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+def policy_at(
+    spec: RolloutSpec, rows: Rows, first: Array, model: Transformer, hidden: Array
+) -> TokenDistributions | OnePass:
+    """Return the policy at response positions from `first` int32 [b] on; hidden: [b, T, D]."""
+    positions = first[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
     positions = reshard(positions, "batch", None)
-    return TokenDistributions.of(logits, rows.seeds, positions, spec.sampling, spec.stored_logprobs)
+    return distributions(model, hidden, rows.seeds, positions, spec.sampling, spec.stored_logprobs)
 
 
 def append(

@@ -35,6 +35,7 @@ from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.one_pass import OnePass
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -258,10 +259,9 @@ def _begin(
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
         return take_nodes(hidden, read)
 
-    def policy_after(offset: Array, count: int) -> TokenDistributions:
+    def policy_after(offset: Array, count: int) -> TokenDistributions | OnePass:
         """Return the policy in these states."""
-        logits = model.logits(states_at(offset, count))
-        return policy_at(spec, rows, rows.lens + offset, logits)
+        return policy_at(spec, rows, rows.lens + offset, model, states_at(offset, count))
 
     accepted = jnp.zeros_like(rows.lens)
     draft_len = accepted
@@ -309,7 +309,7 @@ def _verify(
     stored: TokenColumns,
     draft_len: Array,
     log_lenience: Array,
-    policy_after: Callable[[Array, int], TokenDistributions],
+    policy_after: Callable[[Array, int], TokenDistributions | OnePass],
 ) -> tuple[Array, Residual | None, TokenColumns]:
     """Let the rule look at drafts, some columns at a time, until every row has rejected a token or
     is at its draft's end, and decide.
