@@ -138,16 +138,16 @@ def base() -> ConfigDict:
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
-    algorithm.advantage = "auto"  # group | gdpo (a sum's rewards apart) | gae (critic) | auto
+    algorithm.advantage = "auto"  # group | gdpo (rewards of a sum apart) | pair (dpo) | gae | auto
     algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
     algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
-    algorithm.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)
+    algorithm.objective = "clip"  # clip (PPO's) | cispo (the ratio weighs log π) | dpo (of pairs)
     algorithm.ratio = "token"  # token | sequence (one per response, the geometric mean: GSPO)
     algorithm.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
     algorithm.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
     algorithm.dual_clip = 3.0  # c: the loss is at most c·|A| for negative A; 0: off; paper 3
     algorithm.aggregation = "token"  # token | sequence (mean of row means) | constant (Dr. GRPO)
-    algorithm.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: none; paper 1e-4
+    algorithm.kl_coef = 0.0  # weight of the KL to the reference, β of dpo; 0: none; paper 1e-4
     algorithm.kl_estimator = "k3+"  # of the loss: k3+ | k1+ | k2, with the same gradient; paper k3
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages",
+    "algorithms/preference", "algorithms/advantages",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -28,6 +28,7 @@ ALLOWED = {
     "algorithms": {"hosts", "models", "packing", "sharding", "types"},
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
+    "algorithms/preference": PURE,
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},

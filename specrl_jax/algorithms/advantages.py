@@ -63,6 +63,7 @@ class Advantage:
     min_group_size: int = 1  # responses per prompt
     # Rewards are [B, K]: of each function of a sum, and last of all the price of length, if any.
     by_function: bool = False
+    pairs: bool = False  # they mark the pairs of an objective that compares pairs
 
 
 def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
@@ -119,6 +120,20 @@ def group_decoupled(rewards: Array, config: AdvantageConfig, epsilon: float = 1e
     xp = rewards.__array_namespace__()
     variance = xp.sum(xp.square(total)) / (len(total) - 1)
     return total / (xp.sqrt(variance) + epsilon)
+
+
+def best_and_worst(rewards: Array, config: AdvantageConfig) -> Array:
+    """Return 1 for the best response of a group, −1 for the worst, else 0, float32 [B].
+
+    Of responses with the same reward the first counts. All are 0 where all rewards are equal.
+    Worked row, G = 4: rewards 0 1 1 0 give −1 1 0 0.
+
+    rewards: float [B], not split; B = Q·G, the rows of a group are contiguous.
+    """
+    groups = rewards.reshape(-1, config.group_size)
+    best = jax.nn.one_hot(jnp.argmax(groups, axis=1), config.group_size)
+    worst = jax.nn.one_hot(jnp.argmin(groups, axis=1), config.group_size)
+    return (best - worst).reshape(-1)
 
 
 def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
@@ -216,6 +231,12 @@ ADVANTAGES: dict[str, Advantage] = {
         needs_critic=False,
         min_group_size=2,
         by_function=True,
+    ),
+    "pair": Advantage(
+        functools.partial(_estimate_by_group, compare=best_and_worst),
+        needs_critic=False,
+        min_group_size=2,
+        pairs=True,
     ),
     "gae": Advantage(_estimate_by_gae, needs_critic=True),
 }

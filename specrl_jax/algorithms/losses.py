@@ -38,13 +38,14 @@ class LossConfig:
     clip_high: float = 0.28  # ε_high, >= 0
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
-    kl_coef: float = 0.0  # β, weight of the KL
+    kl_coef: float = 0.0  # β, weight of the KL, or of the log-ratios in pairs
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
     solution_coef: float = 0.0  # weight of a solution's log-likelihood
     importance_cap: float = math.inf  # of the batch's importance weights, where it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
+    group_size: int = 1  # G, responses of a group, in which the objective "dpo" finds its pair
     max_response_len: int  # tokens, >= 1
 
 
@@ -105,8 +106,32 @@ def clipped_weight(
     return -weight * advantages * logprobs, (ratio < low) | (ratio > high)
 
 
+def preference(
+    log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig
+) -> tuple[Array, Array]:
+    """Return a loss per token with the gradient of online DPO (arXiv 2410.18252).
+
+        loss = −w·log π(y),    w = ±β·σ(−m), see preference.py
+
+    Worked row, β = 0.1, m = 0: w = 0.05 on the better response, −0.05 on the worse one.
+
+    Arguments as in `clipped_surrogate`; advantages: w, from `preference.weigh_pairs`. No token is
+    clipped.
+    """
+    return -advantages * logprobs, jnp.zeros_like(logprobs, bool)
+
+
 Objective = Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
-OBJECTIVES: dict[str, Objective] = {"clip": clipped_surrogate, "cispo": clipped_weight}
+OBJECTIVES: dict[str, Objective] = {
+    "clip": clipped_surrogate,
+    "cispo": clipped_weight,
+    "dpo": preference,
+}
+
+
+def compares_pairs(objective: str) -> bool:
+    """Return whether an objective, a key of OBJECTIVES, is that of preference pairs."""
+    return OBJECTIVES[objective] is preference
 
 
 # Ratios -------------------------------------------------------------------------------------
@@ -205,6 +230,7 @@ class Aggregation:
 
     sum: Callable[[Array, Array, int], Array]  # (per_token [B, R], mask [B, R], max_len) → []
     count: Callable[[Array], Array]  # mask [B, R] → int32 []; rows without a token do not count
+    sums_tokens: bool = True  # all tokens weigh the same
 
     def mean(
         self, per_token: Array, mask: Array, max_len: int, normalizer: Array | None = None
@@ -228,7 +254,9 @@ AGGREGATIONS: dict[str, Aggregation] = {
     # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
     "token": TOKEN_MEAN,
     # Σ over rows of the row's mean / number of rows: GRPO, arXiv 2402.03300, eq. 3
-    "sequence": Aggregation(lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)), _count_rows),
+    "sequence": Aggregation(
+        lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)), _count_rows, sums_tokens=False
+    ),
     # Σ over all tokens / (number of rows · max_len): Dr. GRPO, arXiv 2503.20783, section 3.2
     "constant": Aggregation(lambda x, mask, n: jnp.sum(x / n, where=mask), _count_rows),
 }
@@ -284,7 +312,7 @@ def policy_loss(
     if batch.ref_logprobs is not None:
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
         values["kl"] = k3(ref_log_ratio)
-        if config.kl_coef:
+        if config.kl_coef and not compares_pairs(config.objective):
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
     if batch.weights is not None:

@@ -15,8 +15,9 @@ import optax
 from jax import Array
 
 from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
-from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
-from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
+from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_loss, value_loss
+from specrl_jax.algorithms.preference import weigh_pairs
+from specrl_jax.algorithms.scoring import PackedRows, logprobs, read_nodes, score
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
@@ -84,7 +85,7 @@ def update(
     `losses.policy_loss` over the rows that are computed; with a critic also its norms, as
     `critic_grad_norm`, and the sums of `losses.value_loss`; with a draft head also its norms, as
     `head_grad_norm`, and the sums of `draft_training.head_gradients`, of which `head_overlap` is
-    [depth].
+    [depth]; with an objective of pairs also the sums of `preference.weigh_pairs`.
     """
     before = state
     (grads, critic_grads, head_grads), sums = _gradients(
@@ -136,6 +137,11 @@ def _gradients(
 ) -> tuple[Weights, Sums]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
+    pair_sums: Sums = {}
+    if compares_pairs(update_spec.loss.objective):
+        policy = adapted(update_spec.model, state.params, frozen)
+        before = logprobs(update_spec, policy, packed)
+        rows, pair_sums = weigh_pairs(rows, before, update_spec.loss)
     weights = (state.params, state.critic)
     policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
     token_count = jnp.sum(rows.mask)
@@ -179,7 +185,8 @@ def _gradients(
     _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))
     zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zero_grads = jax.tree.map(jnp.zeros_like, (*weights, head and head.params))
-    return jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
+    grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
+    return grads, sums | pair_sums
 
 
 def _apply(optimizer: optax.GradientTransformation, grads, params: Params, opt_state):

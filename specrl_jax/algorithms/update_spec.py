@@ -95,6 +95,7 @@ def make_update_spec(
         "masks": masks_from(config.algorithm.mask),
         "old_logprobs": config.updates.old_logprobs,
         "max_response_len": config.rollout.response_len,
+        "group_size": config.rollout.group_size,
     }
     return UpdateSpec(
         model=model,

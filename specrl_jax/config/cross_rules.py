@@ -75,6 +75,31 @@ def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
     yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
 
 
+def _pairs(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of an objective of preference pairs."""
+    algorithm = config.algorithm
+    compares = table("algorithms.losses:compares_pairs")(algorithm.objective)
+    where = f"where algorithm.objective is {algorithm.objective}"
+    pairs = table("algorithms.advantages:choose_advantage")(config).pairs
+    yield "algorithm.advantage", f"another one than pair {where}", compares or not pairs
+    yield "algorithm.advantage", f"pair {where}", pairs or not compares
+    if not compares:
+        return
+    yield "algorithm.kl_coef", f"> 0 {where} (it is β)", algorithm.kl_coef > 0
+    rule = f"token or constant {where} (a response's log-prob is a sum)"
+    yield "algorithm.aggregation", rule, meaning(config, "algorithm.aggregation").sums_tokens
+    rule = f"0 {where} (a pair has no ratio)"
+    yield "algorithm.importance_cap", rule, not algorithm.importance_cap
+    rule = f"0 {where} (a solution would take the place of a response of a pair)"
+    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+    group = config.rollout.group_size
+    rule = f"a multiple of rollout.group_size = {group} {where} (a mini-batch has whole groups)"
+    yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group == 0
+    screens = meaning(config, "curriculum.name").screens
+    rule = f"True {where}"
+    yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
+
+
 def _drafts(config: ConfigDict) -> Iterator[Check]:
     rollout = config.rollout
     drafts = meaning(config, "rollout.draft")
@@ -192,6 +217,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
     _rewards_apart,
+    _pairs,
     _drafts,
     _carry_over,
     _environment,

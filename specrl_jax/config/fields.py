@@ -125,8 +125,15 @@ BY_GROUP = When(
 )
 DUAL_CLIP = When(
     "algorithm.objective",
-    lambda c: meaning(c, "algorithm.objective") is not table("algorithms.losses:clipped_weight"),
+    lambda c: meaning(c, "algorithm.objective") is table("algorithms.losses:clipped_surrogate"),
 )
+
+
+def _compares_pairs(config: ConfigDict) -> bool:
+    return table("algorithms.losses:compares_pairs")(config.algorithm.objective)
+
+
+BY_TOKEN = When("algorithm.objective", lambda c: not _compares_pairs(c))
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
 RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
 WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _old(c).by_update or _draft(c).previous)
@@ -140,7 +147,7 @@ SEVERAL_ROLLOUTS = When(
 )
 CRITIC = When("critic.kind", lambda c: table("algorithms.advantages:has_critic")(c.critic.kind))
 NO_CRITIC = When("critic.kind", lambda c: not CRITIC.holds(c), "none")
-NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef, "0")
+NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef or _compares_pairs(c), "0")
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
 SCREENS = When("curriculum.name", lambda c: meaning(c, "curriculum.name").screens)
 BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))
@@ -279,17 +286,17 @@ FIELDS: dict[str, Field] = {
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
     # -- the algorithm -----------------------------------------------------------------------------
     "algorithm.advantage": _row(one_of("auto", "algorithms.advantages:ADVANTAGES")),
-    "algorithm.normalize_std": _row(SWITCH, BY_GROUP),
-    "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, idle=False),
+    "algorithm.normalize_std": _row(SWITCH, BY_GROUP, BY_TOKEN),
+    "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, BY_TOKEN, idle=False),
     "algorithm.objective": _row(one_of("algorithms.losses:OBJECTIVES")),
-    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS"), RATIO),
-    "algorithm.clip_low": _row(SHARE, RATIO, may_change=ORIGIN),
-    "algorithm.clip_high": _row(within(0, 1e6), RATIO, may_change=ORIGIN),
+    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS"), BY_TOKEN, RATIO),
+    "algorithm.clip_low": _row(SHARE, BY_TOKEN, RATIO, may_change=ORIGIN),
+    "algorithm.clip_high": _row(within(0, 1e6), BY_TOKEN, RATIO, may_change=ORIGIN),
     "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=ORIGIN),
     "algorithm.aggregation": _row(one_of("algorithms.losses:AGGREGATIONS")),
     "algorithm.kl_coef": _row(WEIGHT, may_change=ORIGIN),
     "algorithm.kl_estimator": _row(
-        one_of("algorithms.losses:KL_ESTIMATORS"), KL, may_change=ORIGIN
+        one_of("algorithms.losses:KL_ESTIMATORS"), KL, BY_TOKEN, may_change=ORIGIN
     ),
     "algorithm.entropy_coef": _row(FINITE, may_change=ORIGIN),
     "algorithm.solution_coef": _row(WEIGHT, may_change=ORIGIN),

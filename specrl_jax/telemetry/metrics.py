@@ -115,6 +115,8 @@ METRICS: dict[str, Metric] = {
         "share of tokens masked, of negative advantage in a row of a large KL", "1"
     ),
     "policy/masked_binary_kl": Metric("share of tokens masked, their binary KL is large", "1"),
+    "policy/pair_loss": Metric("-log σ of the margin of a preference pair, mean", "nats"),
+    "policy/pair_accuracy": Metric("share of pairs whose better response is preferred", "1"),
     "policy/solution_nll": Metric("-log π of the solutions that are learned, mean", "nats"),
     "policy/rollout_train_logprob_gap": Metric("|rollout's − training's log-prob| a token", "nats"),
     "critic/loss": Metric("critic's loss per token, mean over the step's updates", "1"),

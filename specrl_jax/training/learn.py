@@ -15,7 +15,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
-from specrl_jax.algorithms.losses import policy_metrics
+from specrl_jax.algorithms.losses import compares_pairs, policy_metrics
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     RowTokens,
@@ -208,7 +208,8 @@ def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> Iterator[Packe
     algorithm = run.config.algorithm
     included = np.ones(len(rows), bool)
     # They give a gradient to rows without an advantage.
-    others = algorithm.kl_coef or algorithm.entropy_coef or run.update_spec.critic
+    penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
+    others = penalized or algorithm.entropy_coef or run.update_spec.critic
     if updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
     for part in np.split(rows, len(rows) // updates.mini_batch_size):
@@ -300,6 +301,9 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
         values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     if tokens := sum(sums.get("given_tokens", 0) for sums in history):
         values["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
+    if pairs := sum(sums.get("pairs", 0) for sums in history):
+        values["policy/pair_loss"] = sum(sums["pair_loss"] for sums in history) / pairs
+        values["policy/pair_accuracy"] = sum(sums["pair_accuracy"] for sums in history) / pairs
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens

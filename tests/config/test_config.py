@@ -35,13 +35,14 @@ LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
 GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
+DPO = {"algorithm.advantage": "pair", "algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5}, "updates.mini_batch_size", "a divisor of the 32 responses"),
     ({"train.epochs": 0}, "train.epochs", "train.steps is 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0}, "data.eval_prompts", "evaluate.every is > 0"),
     ({"reward.overlong_tokens": 7}, "reward.overlong_tokens", "<= rollout.response_len = 6"),
-    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or gdpo where"),
+    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or gdpo or pair where"),
     (LONE, "rollout.group_size", ">= 2 where critic.kind is none"),
     (LONE | DAPO | {"critic.kind": "head"}, "rollout.group_size", "dynamic_sampling is True"),
     (SPEED | {"curriculum.screening": 3}, "curriculum.screening", "a divisor of .* = 8"),
@@ -80,6 +81,16 @@ IMPOSSIBLE = [
     (GDPO | GUESS, "environment.name", '"" where algorithm.advantage is gdpo'),
     (GDPO | DAPO, "algorithm.dynamic_sampling", "False where algorithm.advantage is gdpo"),
     (GDPO | SPEED, "curriculum.name", "does not screen where algorithm.advantage is gdpo"),
+    ({"algorithm.advantage": "pair"}, "algorithm.advantage", "another one than pair"),
+    (DPO | {"algorithm.advantage": "group"}, "algorithm.advantage", "pair where .* is dpo"),
+    (DPO | {"algorithm.kl_coef": 0.0}, "algorithm.kl_coef", "> 0 where .* is dpo"),
+    (DPO | {"algorithm.aggregation": "sequence"}, "algorithm.aggregation", "token or constant"),
+    (DPO | {"algorithm.importance_cap": 2.0}, "algorithm.importance_cap", "0 where .* is dpo"),
+    (DPO | SOLUTIONS, "algorithm.solution_coef", "0 where .* is dpo"),
+    (DPO | {"updates.mini_batch_size": 4, "updates.micro_batch_size": 4},
+     "updates.mini_batch_size", "a multiple of rollout.group_size = 8"),
+    (DPO | SPEED | {"curriculum.reuse_screening": False, "updates.mini_batch_size": 8},
+     "curriculum.reuse_screening", "True where algorithm.objective is dpo"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ PPO = {"critic.kind": "network"}
 GUESS = {"environment.name": "guess", "data.source": "guess", "warmup.steps": 0}
 HF = {"model.source": "a/b", "tokenizer.source": ""}
 CURRENT = {"updates.old_logprobs": "current"}
+DPO = {"algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
 FILE = {"data.source": "jsonl", "data.path": __file__, "warmup.steps": 0}
 # Other changes of `tiny`; the field that decides, its value and one that would give an effect; and
 # fields without an effect, each with a value.
@@ -72,6 +73,10 @@ IDLE_BY_REASON = [
       "updates.skip_no_signal": True}),
     ({"algorithm.objective": "cispo"}, "algorithm.objective", "cispo", "clip",
      {"algorithm.dual_clip": 3.0}),
+    (DPO, "algorithm.objective", "dpo", "clip",
+     {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
+      "algorithm.dual_clip": 4.0, "algorithm.kl_estimator": "k2", "algorithm.normalize_std": False,
+      "algorithm.leave_one_out": True}),
     (CURRENT, "updates.old_logprobs", "current", "rollout",
      {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
       "algorithm.dual_clip": 4.0}),

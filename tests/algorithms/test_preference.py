@@ -1,0 +1,123 @@
+"""Online DPO: its gradient by autodiff of the papers' formula on whole responses."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loss_batches import MAX_LEN, PLAIN, make_batch
+from small_runs import assert_same_run, records, small_config
+from update_reference import (
+    LEARNER,
+    LOSS,
+    RESPONSE,
+    distance,
+    gradient,
+    host_batch,
+    place_params,
+    row_scores,
+)
+
+from specrl_jax import train as loop
+from specrl_jax.algorithms.advantages import AdvantageConfig, best_and_worst
+from specrl_jax.algorithms.losses import policy_loss
+from specrl_jax.algorithms.preference import weigh_pairs
+
+BETA = 0.3
+
+
+def test_best_and_worst_by_hand():
+    """The first of equals counts; equal rewards have no pair."""
+    rewards = np.array([0, 1, 1, 0, 0.5, 0.5, 0.5, 0.5, 2, -1, 0, 3], np.float32)
+    settings = AdvantageConfig(4, True, False, 1.0, 1.0)
+    expected = [-1, 1, 0, 0, 0, 0, 0, 0, 0, -1, 0, 1]
+    np.testing.assert_array_equal(best_and_worst(rewards, settings), expected)
+
+
+def _paper(logprobs, ref_logprobs, better: int, worse: int):
+    """−log σ(β·(log π(y⁺) / π_ref(y⁺) − log π(y⁻) / π_ref(y⁻))) of whole responses."""
+    margin = jnp.sum(logprobs[better]) - jnp.sum(ref_logprobs[better])
+    margin -= jnp.sum(logprobs[worse]) - jnp.sum(ref_logprobs[worse])
+    return -jnp.log(1 / (1 + jnp.exp(-BETA * margin)))
+
+
+@pytest.mark.parametrize("aggregation", ["token", "constant"])
+def test_the_gradient_is_that_of_the_formula_in_float64(mesh, aggregation):
+    """Two groups of three, in each a response that is in no pair; ragged lengths."""
+    logprobs, entropy, batch = make_batch(5, rows=7, slots=6)
+    logprobs, entropy = logprobs[:6], entropy[:6]
+    batch = jax.tree.map(lambda x: x[:6], batch)
+    signs = np.array([0, 1, -1, -1, 0, 1])
+    mask = np.asarray(batch.mask)
+    batch = dataclasses.replace(batch, advantages=np.where(mask, signs[:, None], 0.0))
+    config = dataclasses.replace(
+        PLAIN, objective="dpo", kl_coef=BETA, group_size=3, aggregation=aggregation
+    )
+    count = {"token": mask.sum(), "constant": 6 * MAX_LEN}[aggregation]
+
+    def formula(x):
+        x = jnp.where(mask, x, 0)
+        ref = jnp.where(mask, batch.ref_logprobs, 0)
+        return _paper(x, ref, better=1, worse=2) + _paper(x, ref, better=5, worse=3)
+
+    with jax.enable_x64(True):
+        weighed, sums = weigh_pairs(batch, jnp.asarray(logprobs), config)
+        got, _ = jax.grad(policy_loss, has_aux=True)(logprobs, entropy, weighed, config)
+        value, expected = jax.value_and_grad(formula)(logprobs)
+        np.testing.assert_allclose(got * count, expected, rtol=1e-12)
+        assert float(sums["pairs"]) == 2
+        np.testing.assert_allclose(sums["pair_loss"], value, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("packing", ["rows", "trie"])
+def test_pairs_that_lie_in_two_micro_batches_have_their_gradient(make_mesh, shape, packing):
+    """Rows 0 to 3 are a group whose pair, 0 and 3, is in no micro-batch of two rows together."""
+    batch = host_batch(reference=True)
+    signs = np.array([1, 0, 0, -1], np.float32)
+    batch = dataclasses.replace(batch, advantages=np.tile(signs[:, None], (1, RESPONSE)))
+    loss = dataclasses.replace(
+        LOSS, objective="dpo", kl_coef=BETA, group_size=4, aggregation="constant"
+    )
+    spec = dataclasses.replace(LEARNER, loss=loss, packing=packing)
+
+    def formula(params):
+        rows, refs = {}, {}
+        for row in (0, 3):
+            first = int(batch.prompt_lens[row])
+            count = int(batch.response_lens[row])
+            rows[row] = row_scores(params, batch.tokens[row, : first + count], first, 0.8)[0]
+            refs[row] = batch.ref_logprobs[row, :count]
+        return _paper(rows, refs, better=0, worse=3)
+
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        value, expected = jax.jit(jax.value_and_grad(formula))(place_params())
+    with jax.set_mesh(make_mesh(*shape)):
+        got, sums = gradient(spec, batch)
+    scaled = jax.tree.map(lambda x: np.asarray(x) * 4 * LOSS.max_response_len, got)
+    assert distance(scaled, expected) <= 2e-6
+    assert float(sums["pairs"]) == 1
+    np.testing.assert_allclose(sums["pair_loss"], value, rtol=1e-5)
+
+
+RUN = {
+    "algorithm.objective": "dpo", "algorithm.advantage": "pair", "algorithm.kl_coef": 0.3,
+    "algorithm.aggregation": "constant", "reward.name": "small_runs:score_first_letter",
+    "reward.extract": "", "updates.mini_batch_size": 32, "updates.passes": 2, "train.steps": 4,
+    "checkpoint.every": 2, "checkpoint.keep_last": 9, "seed": 3, "updates.learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def test_a_run_prefers_the_better_responses_and_goes_on_where_it_was_stopped(mesh, tmp_path):
+    loop.train(small_config(RUN), tmp_path / "whole")
+    steps = records(tmp_path / "whole")[1:]
+    # A group has at most one pair: 2 of its 8 rows.
+    assert all(record["update/signal_fraction"] <= 1 / 4 for record in steps)
+    # The first update has the reference's own weights: −log σ(0); the second has moved on.
+    assert 0.6 * math.log(2) < steps[0]["policy/pair_loss"] < math.log(2)
+    assert 0 < steps[0]["policy/pair_accuracy"] <= 1
+    loop.train(small_config(RUN | {"train.steps": 2}), tmp_path / "parts")
+    loop.train(small_config(RUN), tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 4)
