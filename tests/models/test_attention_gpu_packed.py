@@ -1,6 +1,8 @@
 """Kernels for packed tokens on GPUs, in interpret mode, against the reference and brute force."""
 
 import functools
+import json
+import os
 from typing import NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from small_runs import launch
 
 from specrl_jax.models import attention, attention_gpu, attention_gpu_packed
 from specrl_jax.models.attention_gpu_packed import Blocks, Mask, Tiling
@@ -300,3 +303,16 @@ def test_blocks_that_are_computed(mesh, tokens, prompt_lens, median, most, windo
     kinds = *attention_gpu_packed.tiling(tokens, 128, "bfloat16"), Blocks(512, 512, warps=0)
     shares = [float(attention_gpu_packed.visible(_mask(tries, window), x).mean()) for x in kinds]
     assert tuple(round(100 * share) for share in shares) == percent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("CUDA_PLUGIN_DIR"), reason="see docs/scaling.md")
+def test_what_the_kernels_take_of_the_smallest_gpu():
+    done = launch("tests/packed_kernels.py", "l4:1", XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 18  # three sizes of heads, two types, three kernels
+    for row in rows:
+        assert row["registers"] <= 255
+        assert row["spilt"] <= 16
+        assert row["shared"] <= 101_376
