@@ -197,9 +197,9 @@ def compile_all(
 
 # Fields to lower where a program does not fit, by its first word.
 FIELDS = {
-    "update": "updates.micro_batch_size (0: no bound) or rollout.logits_chunk",
-    "log-probs": "updates.micro_batch_size (0: no bound) or rollout.logits_chunk",
-    "values": "updates.micro_batch_size (0: no bound)",
+    "update": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
+    "log-probs": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
+    "values": "updates.micro_batch_size (accelerators; 0: no bound)",
     "evaluation:": "evaluate.batch_size or rollout.max_rows",
 }
 

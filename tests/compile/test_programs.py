@@ -1,5 +1,7 @@
 """The programs of a run are known before its first step: nothing compiles later."""
 
+import re
+
 import jax
 import pytest
 import small_runs
@@ -92,10 +94,17 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
     assert late(tmp_path) == {}
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(mesh, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "largest", "advice"),
+    [
+        (8, "extend", "rollout.max_rows"),
+        (32, "update", r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_step(
+    mesh, tmp_path, monkeypatch, rows, largest, advice
+):
     monkeypatch.setattr(programs.memory, "device_memory", lambda: (1_000.0, "this machine"))
     monkeypatch.setattr(programs.memory, "check", lambda *args, **kwargs: None)
-    line = small_runs.line_of(run, {}, tmp_path)
-    assert line.startswith("extend needs ")
-    assert "of a device that has" in line
-    assert line.endswith("lower rollout.max_rows")
+    line = small_runs.line_of(run, {"updates.mini_batch_size": rows}, tmp_path)
+    assert re.fullmatch(f"{largest} needs .* of a device that has .*; lower {advice}", line)
