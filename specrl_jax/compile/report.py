@@ -51,7 +51,7 @@ def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Count operations of matrix products over all devices, without attention kernels."""
+    """Count operations of matrix products over all devices, without those inside kernels."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name

@@ -70,8 +70,10 @@ class OnePass:
         """Sample a token from each distribution; weigh: as in `TokenDistributions.sample`."""
         if weigh is not None:
             return self.of_logits.sample(weigh)
-        draw = _most_likely if self.config.temperature == 0 else _race
-        columns, tokens = draw(self)
+        if self.config.temperature == 0:
+            columns, tokens = _most_likely(self)
+        else:
+            columns, tokens = _race(self)
         return _with_logprobs(columns, tokens)
 
     def score(self, tokens: Array) -> TokenColumns:
