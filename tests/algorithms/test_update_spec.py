@@ -76,11 +76,19 @@ def test_the_learning_rate_by_step(schedule, ramp, want):
 
 def test_the_update_takes_its_fields_from_the_config():
     config = small_runs.small_config(
-        {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
-    )
+        {
+            "algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25,
+            "rollout.temperature": 0.7, "algorithm.mask.token_high": 5.0,
+            "updates.old_logprobs": "recompute",
+        }
+    )  # fmt: skip
     update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
-    assert dataclasses.asdict(update_spec.loss) == want | {"max_response_len": 6}
+    elsewhere = {
+        "max_response_len": 6, "group_size": 8, "old_logprobs": "recompute",
+        "masks": (("token_high", 5.0),),
+    }  # fmt: skip
+    assert dataclasses.asdict(update_spec.loss) == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
     assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.rollout.logits_chunk)
     assert update_spec.micro_batch_size == config.updates.micro_batch_size
