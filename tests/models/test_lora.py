@@ -89,15 +89,17 @@ def decoded_logits(model: ModelConfig, params: dict, width: int = 1) -> np.ndarr
     return np.concatenate(jax.device_get(parts), axis=1)
 
 
-@ATTENDED
-def test_rollouts_compute_with_the_adapters(mesh, name):
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3", "all"), ("llama-biases", "two"), ("gemma3", "all")]
+)
+def test_rollouts_compute_with_the_adapters(mesh, name, targets):
     """As merged weights would, in float32: over the cache, and as rows begin."""
-    model, frozen, adapters = make(name)
+    model, frozen, adapters = make(name, TARGETS[targets])
     by_hand = place_params(model, merged_by_hand(model, frozen, adapters))
     plain = model.replace(lora=None)
     policy = lora.adapted(model, adapters, frozen)
     expected = logits_of(plain, by_hand, TOKENS)
-    for width in (1, TOKENS.shape[1]):
+    for width in (1, 4, TOKENS.shape[1]):
         np.testing.assert_allclose(decoded_logits(model, policy, width), expected, atol=3e-5)
     close = functools.partial(np.testing.assert_allclose, atol=1e-6)
     jax.tree.map(close, lora.merge(model, policy), by_hand)
@@ -177,7 +179,9 @@ def test_eight_devices_compute_what_one_does(mesh, make_mesh):
     def values(frozen, adapters):
         grads = jax.grad(lambda x: loss(model, lora.adapted(model, x, frozen), TOKENS))(adapters)
         policy = lora.adapted(model, adapters, frozen)
-        return jax.device_get((grads, logits_of(model, policy, TOKENS), lora.merge(model, policy)))
+        decoded = [decoded_logits(model, policy, width) for width in (1, 4)]
+        computed = (grads, logits_of(model, policy, TOKENS), decoded, lora.merge(model, policy))
+        return jax.device_get(computed)
 
     expected = values(frozen, adapters)
     host = jax.device_get((frozen, adapters))
