@@ -42,9 +42,9 @@ class Sequences(NamedTuple):
     ends: np.ndarray  # [S, T], the slot after the token's subtree
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
 
-    def padded(self, sequences: int, computed: int) -> "Sequences":
+    def padded(self, sequences: int, computed: int | None = None) -> "Sequences":
         """Append empty sequences up to `sequences` in all; those from `computed` on hold zeros, as
-        nobody computes them."""
+        nobody computes them; None: all are computed."""
         slots = np.arange(self.tokens.shape[1], dtype=np.int32)
         padded = Sequences(*(np.zeros((sequences, len(slots)), np.int32) for _ in self))
         for array, values in zip(padded, self):

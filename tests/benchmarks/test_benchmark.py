@@ -234,9 +234,10 @@ def test_previous_and_tree_drafts_are_copies_of_their_own(mesh):
     drafts, history = make_drafts(rollout, 0.5, 16, rng)
     assert np.array_equal(drafts.lens, rollout.lens)
     assert np.array_equal(drafts.sampling_logprobs, rollout.sampling_logprobs)
-    assert history.tokens.shape == (2, 8, 6)
-    assert np.array_equal(history.lens, rollout.lens.reshape(2, 8))
-    copies = (np.asarray(drafts.tokens), np.asarray(history.tokens).reshape(16, 6))
+    tokens, lens = history
+    assert tokens.shape == (2, 1, 8, 6)  # one generation
+    assert np.array_equal(lens, rollout.lens.reshape(2, 1, 8))
+    copies = (np.asarray(drafts.tokens), np.asarray(tokens).reshape(16, 6))
     assert not np.array_equal(*copies)
     assert all(0.2 < np.mean(copy != rollout.tokens) < 0.8 for copy in copies)
 

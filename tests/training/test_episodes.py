@@ -158,7 +158,7 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     if lost:
         source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
     rollout = source.result.rollout
-    options = {"previous": ref.as_drafts(rollout)}
+    options = {"drafts": ref.as_drafts(rollout)}
     if spec.draft_source:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
@@ -199,7 +199,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
-        options = {"previous": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
+        options = {"drafts": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
     expected = run(pool, spec, weights, prompts_of(), **options)
     answered, score = [], pool.score
 
