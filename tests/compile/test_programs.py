@@ -95,16 +95,16 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("rows", "largest", "advice"),
+    ("changes", "largest", "advice"),
     [
-        (8, "extend", "rollout.max_rows"),
-        (32, "update", r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk"),
+        ({"rollout.group_size": 32, "updates.mini_batch_size": 8}, "extend", "rollout.max_rows"),
+        ({}, "update", r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_step(
-    mesh, tmp_path, monkeypatch, rows, largest, advice
+    mesh, tmp_path, monkeypatch, changes, largest, advice
 ):
     monkeypatch.setattr(programs.memory, "device_memory", lambda: (1_000.0, "this machine"))
     monkeypatch.setattr(programs.memory, "check", lambda *args, **kwargs: None)
-    line = small_runs.line_of(run, {"updates.mini_batch_size": rows}, tmp_path)
+    line = small_runs.line_of(run, changes, tmp_path)
     assert re.fullmatch(f"{largest} needs .* of a device that has .*; lower {advice}", line)
