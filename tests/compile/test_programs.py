@@ -97,7 +97,7 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "largest", "advice"),
     [
-        ({"rollout.prompts_per_step": 32}, "extend", "rollout.max_rows"),
+        ({"rollout.group_size": 32, "updates.mini_batch_size": 8}, "extend", "rollout.max_rows"),
         ({}, "update", r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk"),
     ],
 )
