@@ -67,8 +67,10 @@ LARGEST_HEAD = 256
 
 
 class Inputs(NamedTuple):
-    """Arrays of a kernel, or what a program sees of them. I: blocks of the program's own tokens,
-    J: blocks of the others."""
+    """Arrays of a kernel, or what a program sees of them.
+
+    I: blocks of the program's own tokens, J: blocks of the others.
+    """
 
     q: Array  # [B, T, N, H], of a program over keys [B, T, K, G, H]
     k: Array  # [B, T, K, H]
@@ -109,9 +111,10 @@ def tiling(tokens: int, size: int, dtype) -> Tiling:
 
 
 def visible(mask: Mask, blocks: Blocks) -> Array:
-    """Return bool [B, T / queries, T / keys]: whether a query of a block may see a key of another.
+    """Return bool [B, T / queries, T / keys]: whether a query of a block may see a key of one.
 
-    Without a window one does see one: the key whose subtree ends last, or itself.
+    Exact without a window. With one it compares the first position that a block of queries sees
+    with the last of a block of keys: a few blocks too many.
     """
     tokens = mask.ends.shape[1]
     queries_I = jnp.arange(0, tokens, blocks.queries)  # the first of each block
@@ -324,7 +327,8 @@ def _backward(softcap: float, interpret: bool, kept: tuple, d_out_BTNH: Array) -
     q_BTNH, k_BTKH, v_BTKH, mask, out_BTNH, sums_BNT = kept
     products = out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32)
     deltas_BNT = jnp.sum(products, axis=3).swapaxes(1, 2)
-    chosen = tiling(*q_BTNH.shape[1::2], q_BTNH.dtype)
+    _, tokens, _, size = q_BTNH.shape
+    chosen = tiling(tokens, size, q_BTNH.dtype)
     x = Inputs(q_BTNH, k_BTKH, v_BTKH, mask, None, None)
     y = Outputs(d_out_BTNH, sums_BNT, deltas_BNT)
     dq_BTNH = _d_queries(softcap, interpret, chosen.d_queries, x, y)
