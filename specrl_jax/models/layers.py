@@ -18,7 +18,7 @@ from jax import Array
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, write
-from specrl_jax.models.parameters import ADAPTERS, LAYER, adapter_names
+from specrl_jax.models.parameters import ADAPTED, ADAPTERS, LAYER, adapter_names
 from specrl_jax.sharding import axes, platform, reshard, shards
 
 Rope = tuple[Array, Array]  # cos and sin [B, T, 1, H/2]
@@ -30,10 +30,6 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {
     "qkv_bias": ("kv_heads", None, None),
     "gate_up_proj": ("embed", None, "mlp"),
     "gate_up_bias": (None, "mlp"),
-    "qkv_proj_a": ("embed", None),
-    "qkv_proj_b": (None, "kv_heads", None, None),
-    "gate_up_proj_a": ("embed", None),
-    "gate_up_proj_b": (None, None, "mlp"),
 }
 
 
@@ -55,49 +51,34 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
 
     A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
     key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
-    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D. Adapters are joined likewise: A of n
-    weights is [D, n·r], and B, [n·r, ...], is zero outside the outputs of the weight of each r.
+    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D. Weights with adapters stay as they are:
+    each has its own narrow products beside it.
     """
 
-    def heads(name: str, q: Array, k: Array, v: Array) -> Array:
+    def heads(kind: str) -> Array:
+        q = layer[f"q_{kind}"]
+        k = layer[f"k_{kind}"]
+        v = layer[f"v_{kind}"]
         shape = (*k.shape[:-1], q.shape[-2] // k.shape[-2], k.shape[-1])
-        q = jnp.reshape(q, shape, out_sharding=axes(*LAYER_AXES[name]))
+        dims = LAYER_AXES[f"qkv_{kind}"]
+        q = jnp.reshape(q, shape, out_sharding=axes(*dims))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    def gate_up(name: str, gate: Array, up: Array) -> Array:
-        axis = _gate_up_axes().index("C") if name == "gate_up_proj" else -2
-        return jnp.stack([gate, up], axis=axis)
+    def gate_up(kind: str) -> Array:
+        pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
+        return jnp.stack(pair, axis=_gate_up_axes().index("C") if kind == "proj" else -2)
 
     result = dict(layer)
     groups = {"qkv": (("q", "k", "v"), heads), "gate_up": (("gate", "up"), gate_up)}
     for name, (parts, join) in groups.items():
+        if any(adapter_names(f"{part}_proj")[0] in layer for part in parts):
+            continue
         for kind in ("proj", "bias"):
             if f"{parts[0]}_{kind}" in layer:
-                joined = f"{name}_{kind}"
-                result[joined] = join(joined, *(result.pop(f"{part}_{kind}") for part in parts))
-        pairs = [adapter_names(f"{part}_proj") for part in parts]
-        adapters = [(a, b) for a, b in pairs if a in layer]
-        if not adapters:
-            continue
-        joined_a, joined_b = adapter_names(f"{name}_proj")
-        result[joined_a] = jnp.concatenate([result.pop(a) for a, _ in adapters], axis=-1)
-        blocks = []
-        for _, own in adapters:
-            rank = layer[own].shape[0]
-            outputs = [
-                layer[b] if b == own else _zeros(b, rank, layer[f"{part}_proj"])
-                for part, (_, b) in zip(parts, pairs)
-            ]
-            blocks.append(join(joined_b, *outputs))
-            del result[own]
-        result[joined_b] = jnp.concatenate(blocks, axis=0)
+                result[f"{name}_{kind}"] = join(kind)
+                for part in parts:
+                    del result[f"{part}_{kind}"]
     return result
-
-
-def _zeros(name: str, rank: int, weight: Array) -> Array:
-    """Return zeros in the place of B `name` of a weight."""
-    layout = axes(*LAYER_AXES[name])
-    return jnp.zeros((rank, *weight.shape[1:]), weight.dtype, out_sharding=layout)
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
@@ -164,8 +145,8 @@ class LayerModule(nnx.Module):
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
-        weights = [name for name in self.names if name.endswith("_proj")]
-        adapters = [adapter for name in weights for adapter in adapter_names(name)]
+        adapted = [name for name in self.names if name in ADAPTED]
+        adapters = [adapter for name in adapted for adapter in adapter_names(name)]
         for name in (*self.names, *adapters):
             setattr(self, name, nnx.Param(params[name]) if name in params else None)
 
@@ -182,18 +163,14 @@ class LayerModule(nnx.Module):
         cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
         weight = cut(self.weight(f"{name}_proj"))
         out = jnp.einsum(equation, x, weight, out_sharding=axes(*dims))
-        out = self.adapt(out, equation, x, f"{name}_proj", *dims, cut=cut)
+        out = self.adapt(out, equation, x, f"{name}_proj", *dims)
         if getattr(self, f"{name}_bias", None) is not None:
             bias = cut(self.weight(f"{name}_bias"))
             out = out + bias[(None,) * (out.ndim - bias.ndim)]
         return out
 
-    def adapt(
-        self, out: Array, equation: str, x: Array, name: str, *dims: str | None, cut=lambda w: w
-    ) -> Array:
+    def adapt(self, out: Array, equation: str, x: Array, name: str, *dims: str | None) -> Array:
         """Add to x·W of the einsum `equation` what the adapters of W add: scale·(x·A)·B.
-
-        cut: gives of B the outputs that `out` has.
 
         Through the narrow A and B: the gradient of W, as wide as W, is never computed. For
         "BTD,DNH->BTNH" the products are "BTD,Dr->BTr" and "BTr,rNH->BTNH".
@@ -209,7 +186,7 @@ class LayerModule(nnx.Module):
         layout = axes("batch", *(None,) * len(rows))
         down = jnp.einsum(f"{x_axes},{inputs}r->{rows}r", x, self.weight(a), out_sharding=layout)
         up = f"{rows}r,r{outputs}->{result}"
-        added = jnp.einsum(up, down, cut(self.weight(b)), out_sharding=axes(*dims))
+        added = jnp.einsum(up, down, self.weight(b), out_sharding=axes(*dims))
         return out + self.config.lora.scale * added
 
 
