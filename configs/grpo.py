@@ -123,7 +123,7 @@ def base() -> ConfigDict:
     head.vocab = 0  # it drafts the so many most frequent tokens of all responses; 0: all tokens
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
-    rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
+    rollout.row_buckets = 4  # batch sizes, each half of the last; with kernels over the cache <= 2
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all
     rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
@@ -470,7 +470,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.lenience = math.exp(0.5)
     config.rollout.refresh_unsolved = 0.0
     config.rollout.max_rows = 128  # the most on 16 x v5e
-    config.rollout.row_buckets = 4
     config.rollout.logits_chunk = 256
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
@@ -494,7 +493,6 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.tokenizer.source = ""
     config.tokenizer.chat = True
     config.data.options = ConfigDict()
-    config.rollout.row_buckets = 5  # on a CPU down to a sixteenth of the rows
     config.warmup.steps = 0
     config.warmup.batch_size = 8
     config.warmup.examples = 0

@@ -1,0 +1,213 @@
+"""Benchmark `buckets`: seconds of a rollout's decode steps by number of row buckets. No model runs.
+
+The scheduler of rollouts decides, for rows whose response lengths are drawn in advance. A step
+costs what its bytes take, and a time of its own. Prefill and the moving of rows are left out.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from specrl_jax.benchmarks.rollout import GROUP, SIZES, Log, Report
+from specrl_jax.models.transformer import param_count
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode import StopCondition
+from specrl_jax.rollout.engine.runner import Requests
+from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.sharding import MESH_AXES
+from specrl_jax.types import Prompts
+
+_COUNTS = range(1, 7)
+# Of an H100, as measured (docs/experiments.md): bytes a second, and a step's seconds beside its
+# bytes.
+_BANDWIDTH = 2.68e12
+_FIXED = 1e-3
+# Bytes that a row moves beside its keys and values (docs/scaling.md).
+_ROW_BYTES = {"smollm2": 1.2e6, "qwen3_1p7b": 5e6}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """What a decode step of width 1 takes on one device."""
+
+    fixed: float  # seconds, whatever the rows are
+    row: float  # seconds of each slot of the batch, taken or free
+    read: float  # seconds of each slot of the cache that an unfinished row has filled
+
+
+def _h100(size: str, slots: int) -> StepCost:
+    """Return the cost on an H100. slots: of a row that are read, filled or not; 0: as filled."""
+    model = SIZES[size].model
+    slot = 4 * model.num_layers * model.num_kv_heads * model.head_dim / _BANDWIDTH  # bfloat16
+    fixed = _FIXED + 2 * param_count(model) / _BANDWIDTH
+    return StepCost(fixed, _ROW_BYTES[size] / _BANDWIDTH + slots * slot, 0.0 if slots else slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Rows of a rollout on a kind of device."""
+
+    label: str
+    cost: StepCost
+    prompt_len: int
+    median: float  # of response lengths, log-normal
+    sigma: float  # of their logarithms
+    longest: int
+    rows: int  # on all shards
+    at_once: int  # on a shard
+    shards: int = 1
+
+    def lens(self) -> np.ndarray:
+        """Return response lengths, int [rows]."""
+        normal = np.random.default_rng(0).standard_normal(self.rows)
+        lens = np.round(self.median * np.exp(self.sigma * normal))
+        return np.clip(lens, 1, self.longest).astype(int)
+
+
+def _cases() -> list[_Case]:
+    longest = 4_096
+    rows = 8 * 1_024
+    kernel = _h100("qwen3_1p7b", 0)
+    cases = [
+        _Case(f"Qwen3-1.7B, 8 x H100, σ {sigma}", kernel, 300, 1_000, sigma, longest, rows, n, 8)
+        for sigma in (0.5, 0.8, 1.2)
+        for n in (128, 256)
+    ]
+    small = _h100("smollm2", 0)
+    cases.append(_Case("SmolLM2, 8 x H100, σ 0.8", small, 300, 1_000, 0.8, longest, rows, 256, 8))
+    # Words, signs and digits of GSM8K's solutions: median 78, σ 0.43, at most 335.
+    for name, cost in (("SmolLM2", small), ("Qwen3-1.7B", kernel)):
+        cases.append(_Case(f"{name}, GSM8K, one H100", cost, 120, 78, 0.43, 335, 512, 512))
+    reference = _h100("qwen3_1p7b", 120 + 335)
+    label = "Qwen3-1.7B, GSM8K, one H100, no kernel"
+    cases.append(_Case(label, reference, 120, 78, 0.43, 335, 512, 512))
+    # SmolLM2 on two cores: 70.3 ms a step of 8 rows, 159 of 32.
+    cpu = StepCost(40.7e-3, 3.7e-3, 0.0)
+    cases.append(_Case("SmolLM2, GSM8K, two cores", cpu, 120, 78, 0.43, 335, 64, 64))
+    return cases
+
+
+def measure_buckets(log: Log) -> Report:
+    """Estimate seconds of decode steps by number of row buckets."""
+    rows = []
+    for case in _cases():
+        log(f"{case.label}: {case.at_once} rows at once")
+        row: dict[str, Any] = {"rollout": case.label, "rows_at_once": case.at_once}
+        for count in _COUNTS:
+            runner = simulate(
+                case.cost, case.lens(), case.prompt_len, case.at_once * case.shards, count,
+                case.shards,
+            )  # fmt: skip
+            row[f"{count}_buckets"] = runner.seconds
+        rows.append(row)
+    return Report("buckets: estimated seconds of a rollout's decode steps", rows)
+
+
+def simulate(
+    cost: StepCost, lens: np.ndarray, prompt_len: int, at_once: int, count: int, shards: int
+) -> "SimulatedRunner":
+    """Run the scheduler over rows of given response lengths; return what it has run.
+
+    lens: int [B]. at_once: rows of the batch on all shards. count: of row buckets.
+    """
+    mesh = AbstractMesh((shards, 1, 1), MESH_AXES, axis_types=(AxisType.Explicit,) * 3)
+    prompts = len(lens) // GROUP
+    nothing = np.zeros(len(lens), np.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        model = SIZES["tiny"].model  # of which no decision depends
+        buckets = Buckets(model, at_once, prompt_len, int(lens.max()), count, multiple=shards)
+        requests = Requests(
+            prompts=Prompts(
+                tokens=np.zeros((prompts, 1), np.int32),
+                lens=np.ones(prompts, np.int32),
+                ids=np.zeros((prompts, 2), np.uint32),
+                examples=(),
+            ),
+            noise_steps=np.zeros((prompts, GROUP), int),
+            num_train_rows=len(lens),
+            begun_lens=nothing,
+            done=nothing.astype(bool),
+            draft_ends=nothing,
+            draft_lens=nothing,
+        )
+        runner = SimulatedRunner(cost, lens, prompt_len, buckets, requests)
+        Scheduler(runner).run()
+    return runner
+
+
+class SimulatedRunner:
+    """Counts of what a `Runner` would run, for a `Scheduler`."""
+
+    all_rows = None
+
+    def __init__(
+        self,
+        cost: StepCost,
+        lens: np.ndarray,
+        prompt_len: int,
+        buckets: Buckets,
+        requests: Requests,
+    ):
+        self.cost = cost
+        self.lens = lens
+        self.prompt_len = prompt_len
+        self.buckets = buckets
+        self.requests = requests
+        self.size = buckets.rows[0]
+        shape = (buckets.multiple, self.size // buckets.multiple)
+        self.left = np.zeros(shape, int)  # tokens that are still to be decoded
+        self.filled = np.zeros(shape, int)  # slots that a step reads
+        self.decode_runs: list[tuple[int, int, int]] = []  # as of `Stats`
+        self.seconds = 0.0
+
+    @property
+    def unfinished(self) -> np.ndarray:
+        """int [shards]."""
+        return np.sum(self.left > 0, axis=1)
+
+    train = unfinished
+
+    def extend(self, row_ids: Sequence[np.ndarray]) -> None:
+        """Let rows begin, each with its first token."""
+        for shard, rows in enumerate(row_ids):
+            free = np.flatnonzero(self.left[shard] == 0)[: len(rows)]
+            self.left[shard, free] = self.lens[rows] - 1
+            self.filled[shard, free] = self.prompt_len + 1
+
+    def stop_condition(self, **bounds: Any) -> StopCondition:
+        """Return the condition of `bounds`, as in `StopCondition.of`."""
+        requests = self.requests
+        return StopCondition.of(requests.shard_train_rows, requests.shard_rows, **bounds)
+
+    def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
+        """Decode up to the stop condition."""
+        # After left[k] steps, longest first, k rows of a shard are unfinished.
+        order = -np.sort(-self.left, axis=1)
+        own = order.shape[1]
+        ends = [order[:, 0].max()]
+        if 0 < stop.max_unfinished < own:
+            ends.append(order[:, stop.max_unfinished].max())
+        ends += [order[shard, n] for shard, n in enumerate(stop.refill_at) if 0 <= n < own]
+        steps = int(min(ends))
+        active = np.minimum(self.left, steps)
+        read = np.sum(active * self.filled + active * (active - 1) // 2, axis=1).max()
+        self.seconds += steps * (self.cost.fixed + own * self.cost.row) + read * self.cost.read
+        self.filled += active
+        self.left -= active
+        self.decode_runs.append((self.size, width, steps))
+        return steps, [0]
+
+    def compact(self, size: int) -> None:
+        """Give the unfinished rows a smaller batch."""
+        order = np.argsort(self.left == 0, axis=1, kind="stable")
+        order = order[:, : size // self.buckets.multiple]
+        self.left = np.take_along_axis(self.left, order, axis=1)
+        self.filled = np.take_along_axis(self.filled, order, axis=1)
+        self.size = size
+
+    def write_back(self) -> None:
+        """Do nothing: no row is read."""
