@@ -123,7 +123,7 @@ def base() -> ConfigDict:
     head.vocab = 0  # it drafts the so many most frequent tokens of all responses; 0: all tokens
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
-    rollout.row_buckets = 4  # batch sizes, each half of the last; with kernels over the cache <= 2
+    rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all
     rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all

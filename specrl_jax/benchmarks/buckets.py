@@ -1,7 +1,7 @@
 """Benchmark `buckets`: seconds of a rollout's decode steps by number of row buckets. No model runs.
 
 The scheduler of rollouts decides, for rows whose response lengths are drawn in advance. A step
-costs what its bytes take, and a time of its own. Prefill and the moving of rows are left out.
+costs what its bytes and operations take, and a time of its own. Prefill and the moving of rows are left out.
 """
 
 import dataclasses
@@ -22,89 +22,121 @@ from specrl_jax.sharding import MESH_AXES
 from specrl_jax.types import Prompts
 
 _COUNTS = range(1, 7)
-# Of an H100, as measured (docs/experiments.md): bytes a second, and a step's seconds beside its
-# bytes.
+# Of an H100, as measured (docs/experiments.md): bytes and operations a second, and a step's seconds
+# beside them.
 _BANDWIDTH = 2.68e12
+_PEAK = 7.13e14
 _FIXED = 1e-3
-# Bytes that a row moves beside its keys and values (docs/scaling.md).
-_ROW_BYTES = {"smollm2": 1.2e6, "qwen3_1p7b": 5e6}
+# Bytes that a token moves beside keys and values (docs/scaling.md).
+_TOKEN_BYTES = {"smollm2": 1.2e6, "qwen3_1p7b": 5e6}
+_EMITTED = {1: 1.0, 8: 3.5}  # tokens of a step by its width
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What a decode step of width 1 takes on one device."""
+    """Seconds of a decode step on one device."""
 
-    fixed: float  # seconds, whatever the rows are
-    row: float  # seconds of each slot of the batch, taken or free
-    read: float  # seconds of each slot of the cache that an unfinished row has filled
+    fixed: float  # whatever the rows are
+    weights: float  # of products at least, to read the weights
+    product: float  # of products for each slot of the batch, taken or free
+    row: float  # beside products for each slot of the batch
+    read: float  # for each slot of the cache that an unfinished row has filled
 
-
-def _h100(size: str, slots: int) -> StepCost:
-    """Return the cost on an H100. slots: of a row that are read, filled or not; 0: as filled."""
-    model = SIZES[size].model
-    slot = 4 * model.num_layers * model.num_kv_heads * model.head_dim / _BANDWIDTH  # bfloat16
-    fixed = _FIXED + 2 * param_count(model) / _BANDWIDTH
-    return StepCost(fixed, _ROW_BYTES[size] / _BANDWIDTH + slots * slot, 0.0 if slots else slot)
+    def seconds(self, steps: int, slots: int, read: int) -> float:
+        """Return the seconds of some steps of a batch that read `read` slots of the cache."""
+        each = self.fixed + max(self.weights, slots * self.product) + slots * self.row
+        return steps * each + read * self.read
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
-    """Rows of a rollout on a kind of device."""
+class _Lengths:
+    """Response lengths: log-normal."""
 
-    label: str
-    cost: StepCost
-    prompt_len: int
-    median: float  # of response lengths, log-normal
-    sigma: float  # of their logarithms
+    name: str
+    prompt_len: int  # tokens
+    median: float  # tokens
+    sigma: float  # of the logarithm
     longest: int
-    rows: int  # on all shards
-    at_once: int  # on a shard
-    shards: int = 1
 
-    def lens(self) -> np.ndarray:
-        """Return response lengths, int [rows]."""
-        normal = np.random.default_rng(0).standard_normal(self.rows)
+    def draw(self, rows: int) -> np.ndarray:
+        """Return lengths, int [rows]."""
+        normal = np.random.default_rng(0).standard_normal(rows)
         lens = np.round(self.median * np.exp(self.sigma * normal))
         return np.clip(lens, 1, self.longest).astype(int)
 
 
+_PAPER = [_Lengths(f"σ {sigma}", 300, 1_000, sigma, 4_096) for sigma in (0.5, 0.8, 1.2)]
+# Words, signs and digits of its solutions, each a token.
+_GSM8K = _Lengths("GSM8K", 120, 78, 0.43, 335)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Rows of a rollout on one kind of device."""
+
+    label: str
+    cost: StepCost
+    lengths: _Lengths
+    rows: int  # on all shards
+    at_once: int  # on a shard
+    shards: int = 1
+    emitted: float = 1.0  # tokens that a step gives a row
+
+    def seconds(self, count: int) -> float:
+        """Return seconds of the rollout's decode steps with `count` row buckets."""
+        lens = np.ceil(self.lengths.draw(self.rows) / self.emitted).astype(int)
+        cost = dataclasses.replace(self.cost, read=self.cost.read * self.emitted)
+        prompt_len = round(self.lengths.prompt_len / self.emitted)
+        at_once = self.at_once * self.shards
+        return simulate(cost, lens, prompt_len, at_once, count, self.shards).seconds
+
+
+def _h100(size: str, width: int = 1, slots: int = 0) -> StepCost:
+    """Return the cost on an H100. slots: of a row that are read, filled or not; 0: as filled."""
+    model = SIZES[size].model
+    count = param_count(model)
+    slot = 4 * model.num_layers * model.num_kv_heads * model.head_dim / _BANDWIDTH  # bfloat16
+    return StepCost(
+        fixed=_FIXED,
+        weights=2 * count / _BANDWIDTH,
+        product=width * 2 * count / _PEAK,
+        row=width * _TOKEN_BYTES[size] / _BANDWIDTH + slots * slot,
+        read=0.0 if slots else slot,
+    )
+
+
 def _cases() -> list[_Case]:
-    longest = 4_096
-    rows = 8 * 1_024
-    kernel = _h100("qwen3_1p7b", 0)
-    cases = [
-        _Case(f"Qwen3-1.7B, 8 x H100, σ {sigma}", kernel, 300, 1_000, sigma, longest, rows, n, 8)
-        for sigma in (0.5, 0.8, 1.2)
-        for n in (128, 256)
-    ]
-    small = _h100("smollm2", 0)
-    cases.append(_Case("SmolLM2, 8 x H100, σ 0.8", small, 300, 1_000, 0.8, longest, rows, 256, 8))
-    # Words, signs and digits of GSM8K's solutions: median 78, σ 0.43, at most 335.
-    for name, cost in (("SmolLM2", small), ("Qwen3-1.7B", kernel)):
-        cases.append(_Case(f"{name}, GSM8K, one H100", cost, 120, 78, 0.43, 335, 512, 512))
-    reference = _h100("qwen3_1p7b", 120 + 335)
-    label = "Qwen3-1.7B, GSM8K, one H100, no kernel"
-    cases.append(_Case(label, reference, 120, 78, 0.43, 335, 512, 512))
+    cases = []
+    for width, emitted in _EMITTED.items():
+        qwen = _h100("qwen3_1p7b", width)
+        wide = f", width {width}" if width > 1 else ""
+        for lengths in _PAPER:
+            label = f"Qwen3-1.7B, 8 x H100, {lengths.name}{wide}"
+            for at_once in (128, 256):
+                cases.append(_Case(label, qwen, lengths, 8_192, at_once, 8, emitted))
+        for name, cost in (("SmolLM2", _h100("smollm2", width)), ("Qwen3-1.7B", qwen)):
+            label = f"{name}, H100, GSM8K{wide}"
+            cases.append(_Case(label, cost, _GSM8K, 512, 512, emitted=emitted))
+    slots = _GSM8K.prompt_len + _GSM8K.longest
+    reference = _h100("qwen3_1p7b", slots=slots)
+    cases.append(_Case("Qwen3-1.7B, H100, GSM8K, no kernels", reference, _GSM8K, 512, 512))
     # SmolLM2 on two cores: 70.3 ms a step of 8 rows, 159 of 32.
-    cpu = StepCost(40.7e-3, 3.7e-3, 0.0)
-    cases.append(_Case("SmolLM2, GSM8K, two cores", cpu, 120, 78, 0.43, 335, 64, 64))
+    cpu = StepCost(fixed=40.7e-3, weights=0.0, product=0.0, row=3.7e-3, read=0.0)
+    cases.append(_Case("SmolLM2, two cores, GSM8K", cpu, _GSM8K, 64, 64))
     return cases
 
 
 def measure_buckets(log: Log) -> Report:
-    """Estimate seconds of decode steps by number of row buckets."""
+    """Estimate seconds of decode steps by number of row buckets, and the share of one bucket's."""
     rows = []
     for case in _cases():
         log(f"{case.label}: {case.at_once} rows at once")
-        row: dict[str, Any] = {"rollout": case.label, "rows_at_once": case.at_once}
-        for count in _COUNTS:
-            runner = simulate(
-                case.cost, case.lens(), case.prompt_len, case.at_once * case.shards, count,
-                case.shards,
-            )  # fmt: skip
-            row[f"{count}_buckets"] = runner.seconds
-        rows.append(row)
-    return Report("buckets: estimated seconds of a rollout's decode steps", rows)
+        one, *more = [case.seconds(count) for count in _COUNTS]
+        row: dict[str, Any] = {"rollout": case.label, "at_once": case.at_once, "1_bucket": one}
+        shares = {f"{n}_buckets": x / one for n, x in zip(_COUNTS[1:], more, strict=True)}
+        rows.append(row | shares)
+    title = "buckets: estimated seconds of a rollout's decode steps; with more buckets their share"
+    return Report(title, rows)
 
 
 def simulate(
@@ -195,7 +227,7 @@ class SimulatedRunner:
         steps = int(min(ends))
         active = np.minimum(self.left, steps)
         read = np.sum(active * self.filled + active * (active - 1) // 2, axis=1).max()
-        self.seconds += steps * (self.cost.fixed + own * self.cost.row) + read * self.cost.read
+        self.seconds += self.cost.seconds(steps, own, read)
         self.filled += active
         self.left -= active
         self.decode_runs.append((self.size, width, steps))

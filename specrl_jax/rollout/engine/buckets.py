@@ -37,9 +37,7 @@ class Buckets:
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows of a batch, descending, each half the last: multiples of `multiple`."""
-        # Kernels over the cache read nothing of rows that are done: more than two save below 4 %.
-        count = min(self.row_buckets, 2) if "cached" in self.model.kernels else self.row_buckets
-        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(count))
+        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
         return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))
 
     @functools.cached_property

@@ -56,13 +56,6 @@ def test_widths_of_a_decode_step(widest, widths):
     assert buckets.slots == 4 + 16 + widest - 1
 
 
-def test_two_buckets_are_enough_where_kernels_skip_rows_that_are_done():
-    kernels = MODEL.replace(kernels=("packed", "cached"))
-    assert Buckets(kernels, 64, 8, 32, 4).rows == (64, 32)
-    assert Buckets(kernels, 64, 8, 32, 1).rows == (64,)
-    assert Buckets(MODEL.replace(kernels=("packed",)), 64, 8, 32, 4).rows == (64, 32, 16, 8)
-
-
 @pytest.mark.parametrize(("platform", "multiple"), [("gpu", 16), ("tpu", 128)])
 def test_slots_are_what_kernels_take(monkeypatch, platform, multiple):
     monkeypatch.setattr(kv_cache, "platform", lambda: platform)
