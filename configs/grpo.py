@@ -470,7 +470,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.lenience = math.exp(0.5)
     config.rollout.refresh_unsolved = 0.0
     config.rollout.max_rows = 128  # the most on 16 x v5e
-    config.rollout.row_buckets = 4
     config.rollout.logits_chunk = 256
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
@@ -494,7 +493,6 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.tokenizer.source = ""
     config.tokenizer.chat = True
     config.data.options = ConfigDict()
-    config.rollout.row_buckets = 5  # on a CPU down to a sixteenth of the rows
     config.warmup.steps = 0
     config.warmup.batch_size = 8
     config.warmup.examples = 0

@@ -29,7 +29,6 @@ def get_config(preset: str = "smollm2") -> ConfigDict:
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     config = _GRPO["get_config"]("gsm8k")
-    config.rollout.row_buckets = 3
     PRESETS[preset](config)
     return config
 

@@ -5,6 +5,7 @@
     python launch/benchmark.py training [--size=27m]     whole steps, by kind of draft
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
+    python launch/benchmark.py buckets                   what row buckets save, by arithmetic
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
 smollm2 and qwen3_1p7b for `device`.
@@ -31,7 +32,7 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
-_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
+_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "buckets")
 
 
 def parser() -> cli.Parser:
@@ -62,7 +63,14 @@ def measure(args: argparse.Namespace) -> None:
     run = getattr(module, f"measure_{args.benchmark}")
     from specrl_jax.process import runtime
 
-    if args.benchmark in _OF_CONFIG:
+    if args.benchmark == "buckets":
+        import jax
+
+        from specrl_jax.sharding import make_mesh
+
+        report = run(log)  # sets meshes of its own
+        jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))  # for the report's heading
+    elif args.benchmark in _OF_CONFIG:
         config = flags.FLAGS.config
         runtime.start(config)
         report = run(config, log, args.repeats, args.drift)

@@ -37,9 +37,7 @@ class Buckets:
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows of a batch, descending, each half the last: multiples of `multiple`."""
-        # Elsewhere than on a CPU two at most: kernels read only what rows have filled.
-        count = self.row_buckets if platform() == "cpu" else min(self.row_buckets, 2)
-        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(count))
+        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
         return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))
 
     @functools.cached_property

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, cache_slots
+from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
@@ -117,8 +117,9 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
     cache = cache[: spec.model.num_layers]
-    # Rows that are done write somewhere inside; the others always have room.
-    start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
+    # Rows that are done, whose keys and values nobody needs, feed the first slots: kernels then
+    # read no others of them.
+    start = jnp.where(rows.done, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
     if spec.draft_head is not None:
         drafting = HeadDrafting(spec.draft_head, model, weights)

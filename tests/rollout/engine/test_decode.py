@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
+from specrl_jax.models.kv_cache import keys_and_values
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps, progress
@@ -120,6 +121,20 @@ def test_a_step_ends_at_an_end_of_sequence_and_at_the_longest_length(mesh):
     assert texts_of(rows) == expected
     assert numbers == [[0, 0]]
     assert counts.matched.sum() == counts.steps  # of the only row
+
+
+def test_rows_that_are_done_feed_their_first_slots(mesh):
+    """So a kernel over the cache reads no other slot of them."""
+    spec = make_spec(eos=(15,))
+    weights = ref.policy(model=ref.ONE_LAYER)[1]
+    prompts = ref.make_prompts([[1, 2, 3], [1, 2, 3]], P)
+    cache, rows = begin(spec, weights, prompts, max_lens=np.array([1, R]))
+    np.testing.assert_array_equal(ref.host(rows).done, [1, 0])
+    before = np.array(keys_and_values(cache[0])[1][:, 0])  # [b, S, H] of a head
+    cache, _, _, _ = steps(spec, weights, cache, rows, 1, max_steps=1)
+    after = np.array(keys_and_values(cache[0])[1][:, 0])
+    changed = np.any(after != before, axis=2)
+    assert [np.flatnonzero(row).tolist() for row in changed] == [[0], [3]]
 
 
 # When steps stop
