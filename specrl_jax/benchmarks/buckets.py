@@ -1,7 +1,8 @@
 """Benchmark `buckets`: seconds of a rollout's decode steps by number of row buckets. No model runs.
 
 The scheduler of rollouts decides, for rows whose response lengths are drawn in advance. A step
-costs what its bytes and operations take, and a time of its own. Prefill and the moving of rows are left out.
+costs what its bytes and operations take, and a time of its own. Prefill and the moving of rows are
+left out.
 """
 
 import dataclasses
