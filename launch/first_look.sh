@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# First look at a GPU or TPU, in ten minutes at most: numbers, limits and seconds of every program,
-# whole steps by kind of draft, the default job, a learned head.
+# First look at a GPU or TPU, in ten minutes at most: whether kernels are right, limits and seconds
+# of every program, whole steps by kind of draft, the default job, a learned head.
 #
 #   launch/first_look.sh FOLDER    each part writes its text, its errors and its figures there
 set -u

@@ -75,7 +75,7 @@ def pack(
     if packing.share:
         pairs = itertools.pairwise(order)
         shared[1:] = [_common(rows[before], rows[row]) for before, row in pairs]
-    starts, shared = _place(lens[order], shared, length, packing)
+    starts, shared = _assign_nodes(lens[order], shared, length, packing)
 
     sequences = int((starts + lens[order] - shared).max(initial=0) - 1) // length + 1
     slots = np.arange(sequences * length, dtype=np.int32)
@@ -114,7 +114,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differs[first] else size
 
 
-def _place(
+def _assign_nodes(
     lens: np.ndarray, shared: np.ndarray, length: int, packing: Packing
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the node of each row's first own token, int [B], and how many before it are shared.

@@ -37,14 +37,14 @@ def weigh_pairs(
     log_ratios = jnp.sum(logprobs - batch.ref_logprobs, axis=-1, where=batch.mask)
     terms = jax.sharding.reshard(signs * log_ratios, jax.P(None))  # a group may lie on two devices
     margins = config.kl_coef * jnp.sum(terms.reshape(-1, config.group_size), axis=1)
-    of_rows = jnp.repeat(margins, config.group_size)
-    of_rows = jax.sharding.reshard(of_rows, jax.P(jax.typeof(signs).sharding.spec[0]))
-    weights = config.kl_coef * signs * jax.nn.sigmoid(-of_rows)
+    by_row = jnp.repeat(margins, config.group_size)
+    by_row = jax.sharding.reshard(by_row, jax.P(jax.typeof(signs).sharding.spec[0]))
+    weights = config.kl_coef * signs * jax.nn.sigmoid(-by_row)
     count = (signs > 0).astype(jnp.float32)
     sums = {
         "pairs": jnp.sum(count),
-        "pair_loss": jnp.sum(count * jax.nn.softplus(-of_rows)),
-        "pair_accuracy": jnp.sum(count * (of_rows > 0)),
+        "pair_loss": jnp.sum(count * jax.nn.softplus(-by_row)),
+        "pair_accuracy": jnp.sum(count * (by_row > 0)),
     }
     advantages = jnp.where(batch.mask, weights[:, None], 0)
     return dataclasses.replace(batch, advantages=advantages), sums

@@ -1,8 +1,8 @@
 """Benchmark `device`: what a GPU or TPU reaches of its own limits, in under ten minutes.
 
-Parts run one after another, and one that fails is a line of the table. First the kernels are held
-against the reference, on this device. All rollouts are of policies to which every token is equally
-likely, so that drafts hold whatever the rounding.
+Parts run one after another, and one that fails is a line of the table. First the kernels are
+compared with the reference, on this device. All rollouts are of policies to which every token is
+equally likely, so that drafts hold whatever the rounding.
 """
 
 import contextlib

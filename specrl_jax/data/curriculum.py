@@ -167,7 +167,7 @@ class _Chooser(PromptStream):
         return select(self._encoded, chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
-        """`count` distinct places in `free`."""
+        """Return `count` distinct indices into `free`."""
         raise NotImplementedError
 
     @property
@@ -200,10 +200,10 @@ class ByPassRate(_Chooser):
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         size = min(max(round(self._settings.candidates * count), count), len(free))
-        places = rng.choice(len(free), size, replace=False)
-        rates = rng.beta(*np.array([self._of(self._ids[row]) for row in free[places]]).T)
+        drawn = rng.choice(len(free), size, replace=False)
+        rates = rng.beta(*np.array([self._of(self._ids[row]) for row in free[drawn]]).T)
         distance = DISTANCES[self._settings.select](rates, self._settings)
-        return places[np.argsort(distance, kind="stable")[:count]]
+        return drawn[np.argsort(distance, kind="stable")[:count]]
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
         rewards = np.clip(rewards, 0, 1).astype(np.float64)

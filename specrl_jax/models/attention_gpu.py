@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from specrl_jax.models import attention_gpu_packed
+from specrl_jax.models import attention_gpu_packed, gpu
 from specrl_jax.models.attention import softcapped
-from specrl_jax.models.attention_gpu_packed import triton
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.gpu import triton
 from specrl_jax.models.kv_cache import Layer, Local
 from specrl_jax.sharding import on_shards
 
-_LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST_ROWS = 16  # of a product by tensor cores
 _MOST_ROWS = 64  # queries of a program; more would not fit its registers
 _MOST_SLOTS = 64  # keys that a program reads at once
@@ -36,19 +35,11 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     """Return why kernels cannot take the model, or ""; the same for each use and all slots."""
     size = model.head_dim
     largest = attention_gpu_packed.LARGEST_HEAD
-    if (capability := _capability()) < _LEAST_CAPABILITY:
-        return f"kernels need compute capability {_LEAST_CAPABILITY:g}, this GPU has {capability:g}"
-    if triton is None:
-        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    if reason := gpu.refusal():
+        return reason
     if not 16 <= size <= largest or size & (size - 1):
         return f"heads must be 16, 32, .. {largest} wide, these are {size}"
     return ""
-
-
-def _capability() -> float:
-    """Return the compute capability of the mesh's GPUs, present or absent."""
-    device = jax.sharding.get_mesh().devices.flat[0]
-    return float(getattr(device, "compute_capability", _LEAST_CAPABILITY))
 
 
 def attend(
@@ -123,7 +114,7 @@ def _attend_on_shard(
 
 
 class _Sizes(NamedTuple):
-    """What the programs of a call share."""
+    """Sizes and settings that the programs of a call share."""
 
     rows: int  # of a block of queries
     slots: int  # of a block of keys
@@ -205,6 +196,7 @@ def _packed_on_shard(
     extra = -tokens % max(max(blocks.queries, blocks.keys) for blocks in tiling)
 
     def padded(x: Array, value: int = 0) -> Array:
+        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
         pads = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
         return jnp.pad(x, pads, constant_values=value) if extra else x
 
@@ -213,7 +205,8 @@ def _packed_on_shard(
         ends_BT = jnp.full((batch, tokens), tokens + extra)
     mask = attention_gpu_packed.Mask(padded(ends_BT, tokens + extra), None, None)
     if local is not None:
-        first, positions = (padded(jnp.broadcast_to(x, (batch, tokens))) for x in local)
-        mask = mask._replace(first=first, positions=positions)
-    arrays = map(padded, (q_BTNH, k_BTKH, v_BTKH))
-    return attention_gpu_packed.attend(*arrays, mask, softcap, _INTERPRET)[:, :tokens]
+        mask = mask._replace(first=padded(local.first), positions=padded(local.positions))
+    out_BTNH = attention_gpu_packed.attend(
+        padded(q_BTNH), padded(k_BTKH), padded(v_BTKH), mask, softcap, _INTERPRET
+    )
+    return out_BTNH[:, :tokens]

@@ -13,12 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-try:  # jax 0.11 and later say that it will be removed
-    from jax.experimental.pallas import triton
-except ImportError:
-    triton = None
-
 from specrl_jax.models.attention import softcapped
+from specrl_jax.models.gpu import triton
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _LEAST_BLOCK = 16  # of a product by tensor cores
@@ -81,7 +77,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the backward pass takes of a query, or what a program sees of it."""
+    """Arrays of the outputs that the backward pass takes, or what a program sees of them."""
 
     d_out: Array  # as the queries
     sums: Array  # float32 [B, N, T], log Σ exp(scores); of a program over keys [B, K, G, T]

@@ -1,4 +1,4 @@
-"""The output head over a folded vocabulary: which kernel a run takes for it, and what it returns.
+"""Output head over a folded vocabulary: which kernel a run takes for it, and what it returns.
 
 Token c·N + n of a vocabulary lies in row c and column n of [C, N]. A sampler needs a few numbers of
 each column (`Columns`), which are C times fewer than the logits.

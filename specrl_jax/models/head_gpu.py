@@ -1,4 +1,4 @@
-"""The output head by a Pallas kernel for GPUs: logits are reduced where they are computed.
+"""Output head by a Pallas kernel for GPUs: logits are reduced where they are computed.
 
 A program computes the logits of some positions at all tokens of one column of the folded vocabulary
 [C, N], in registers, and writes four numbers a position. No logit reaches memory.
@@ -12,16 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from specrl_jax.models import gpu
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.gpu import triton
 from specrl_jax.models.head import Columns
 from specrl_jax.sharding import COMPUTE, axes, shards
 
-try:  # jax 0.11 and later say that it will be removed
-    from jax.experimental.pallas import triton
-except ImportError:
-    triton = None
-
-_LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST = 16  # rows and columns of a product by tensor cores
 _MOST_PIECE = 128  # rows of the vocabulary in a product
 _MOST_PIECES = 3  # products whose results are in registers together
@@ -33,12 +29,8 @@ _INTERPRET = False  # for tests
 
 def refusal(model: ModelConfig, rows: int) -> str:
     """Return why the kernel cannot take columns of `rows` tokens on each device, or ""."""
-    device = jax.sharding.get_mesh().devices.flat[0]
-    capability = float(getattr(device, "compute_capability", _LEAST_CAPABILITY))
-    if capability < _LEAST_CAPABILITY:
-        return f"kernels need compute capability {_LEAST_CAPABILITY:g}, this GPU has {capability:g}"
-    if triton is None:
-        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    if reason := gpu.refusal():
+        return reason
     if model.dtype != "bfloat16":
         return f"the kernel needs bfloat16, the model computes in {model.dtype}"
     piece = _piece(rows)
@@ -93,7 +85,7 @@ def _reduce_on_shard(
     values = [jnp.pad(x.reshape(positions), (0, extra)) for x in values]
     first = rows * jax.lax.axis_index(COMPUTE["vocab"])
     part = min(size & -size, _PART_BYTES // hidden_BTD.dtype.itemsize)
-    of_block = pl.BlockSpec((block,), lambda m, n: (m,))
+    per_position = pl.BlockSpec((block,), lambda m, n: (m,))
     out = pl.BlockSpec((None, block), lambda m, n: (n, m))
     kernel = functools.partial(_reduce_column, finish, weigh, piece, part)
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
@@ -105,7 +97,7 @@ def _reduce_on_shard(
             pl.BlockSpec((None,), lambda m, n: (0,)),
             pl.BlockSpec((block, size), lambda m, n: (m, 0)),
             pl.BlockSpec((rows, None, size), lambda m, n: (0, n, 0)),
-            *(of_block for _ in values),
+            *(per_position for _ in values),
         ],
         out_specs=[out] * len(dtypes),
         out_shape=[jax.ShapeDtypeStruct((columns, blocks * block), x) for x in dtypes],

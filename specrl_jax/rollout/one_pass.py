@@ -56,20 +56,20 @@ class OnePass:
     config: SamplingConfig
 
     @functools.cached_property
-    def of_logits(self) -> TokenDistributions:
-        """The same distributions, for what needs all log-probs."""
+    def whole(self) -> TokenDistributions:
+        """Return the same distributions with their logits, for what needs all log-probs."""
         logits = self.model.logits(self.hidden)
         return TokenDistributions.of(logits, self.seeds, self.positions, self.config)
 
     @property
     def cut(self) -> Array:
         """Logits [B, T, V], tempered."""
-        return self.of_logits.cut
+        return self.whole.cut
 
     def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
         """Sample a token from each distribution; weigh: as in `TokenDistributions.sample`."""
         if weigh is not None:
-            return self.of_logits.sample(weigh)
+            return self.whole.sample(weigh)
         if self.config.temperature == 0:
             columns, tokens = _most_likely(self)
         else:

@@ -19,7 +19,7 @@ NO_ADVANTAGE = np.zeros((3, 3), np.float32)
 
 
 def _masked(name, bound, ratios, mask, advantages=NO_ADVANTAGE):
-    """The tokens that a mask leaves out where π_rollout is 0.5 and π_train these times it."""
+    """Return the tokens that a mask leaves out; π_rollout is 0.5, π_train these times it."""
     rollout = np.full((3, 3), math.log(0.5), np.float32)
     train = rollout + np.log(np.asarray(ratios, np.float32))
     policies = Policies(rollout, old=rollout, train=train, current=train)
@@ -102,7 +102,7 @@ def _float64_batch():
 
 
 def _left_out(name, bound, train, current, batch):
-    """The masks' definitions with probabilities in float64, row by row."""
+    """Find masked tokens by the definitions, with probabilities in float64, row by row."""
     found = np.zeros(train.shape, bool)
     for row, n in enumerate(batch.response_lens):
         if not n:
@@ -130,7 +130,7 @@ def _left_out(name, bound, train, current, batch):
 @pytest.mark.parametrize("old", ["rollout", "recompute", "current"])
 @pytest.mark.parametrize(("name", "bound"), SOME)
 def test_a_masked_token_has_no_gradient_and_counts_in_the_mean(name, bound, old):
-    """The gradient of all others is that without masks, as the denominator is the same."""
+    """Gradients of all others are those without masks, as the denominator is the same."""
     logprobs, entropy, batch = _float64_batch()
     train = batch.recomputed_logprobs if old == "recompute" else logprobs
     masked = _left_out(name, bound, train, logprobs, batch)

@@ -100,7 +100,7 @@ def test_device(run, monkeypatch):
     assert "figure" in text
 
 
-def test_kernels_are_held_against_the_reference(mesh, monkeypatch):
+def test_kernels_are_compared_with_the_reference(mesh, monkeypatch):
     """A backend that is wrong is seen."""
     true = device.attention.attend_packed
 

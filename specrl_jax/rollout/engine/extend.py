@@ -111,9 +111,9 @@ def pack_prefixes(
         filled = slice(0, len(order))
         index[shard, filled] = own_rows[order]
         end_lens[shard, filled] = draft_ends[own][order]
-        for place, row in enumerate(order.tolist()):
+        for position, row in enumerate(order.tolist()):
             path = paths[row] - chunk[row] * sequences * length
-            nodes[shard, place, : len(path)] = path
+            nodes[shard, position, : len(path)] = path
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
     parts = [part.padded(chunks * sequences, count * sequences) for part in parts]
