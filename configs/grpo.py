@@ -124,7 +124,7 @@ def base() -> ConfigDict:
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
-    rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all
+    rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: as many as fit the devices
     rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
@@ -469,7 +469,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
     config.rollout.refresh_unsolved = 0.0
-    config.rollout.max_rows = 128  # the most on 16 x v5e
     config.rollout.logits_chunk = 256
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4

@@ -8,7 +8,7 @@
 16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090. Models and GSM8K come from the Hugging Face
 hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All other fields are
 those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
---config.mesh.fsdp=8 --config.rollout.max_rows=256.
+--config.mesh.fsdp=8.
 
 Expect what the compiler says to fit: docs/one_device.md has the figures, and a run prints its own
 at its start. What reward to expect is not known. It teaches which fields make a model fit.
@@ -40,7 +40,6 @@ def smollm2(config: ConfigDict) -> None:
     2 prompts and 64 tokens ran on 2 CPU cores, with adapters.
     """
     config.rollout.response_len = 512
-    config.rollout.max_rows = 128
 
 
 def gemma3_270m(config: ConfigDict) -> None:
@@ -51,7 +50,6 @@ def gemma3_270m(config: ConfigDict) -> None:
     config.model.source = "google/gemma-3-270m-it"
     config.model.remat = True
     config.rollout.response_len = 512
-    config.rollout.max_rows = 128
     config.rollout.logits_chunk = 16  # 128 rows x 16 tokens x 262,144 scores are 2.1 GB
 
 
@@ -63,7 +61,6 @@ def qwen3_0p6b(config: ConfigDict) -> None:
     config.model.source = "Qwen/Qwen3-0.6B"
     config.tokenizer.template_options.enable_thinking = False
     _adapters(config)
-    config.rollout.max_rows = 64  # 1,280 slots of 112 KiB a row are 9.4 GB
 
 
 def gemma3_1b(config: ConfigDict) -> None:
@@ -73,7 +70,6 @@ def gemma3_1b(config: ConfigDict) -> None:
     """
     config.model.source = "google/gemma-3-1b-it"
     _adapters(config)
-    config.rollout.max_rows = 128
     config.rollout.logits_chunk = 16
 
 

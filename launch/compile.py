@@ -45,12 +45,13 @@ def main() -> None:
 
     runtime.start(config, given=cli.given_fields(), devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
-    from specrl_jax.compile import report
+    from specrl_jax.compile import fit, report
 
-    run = shapes.of_config(config)
+    run = fit.fit_rows(shapes.of_config(config), chip.taken)
+    print(fit.describe(run, chip.taken))
     listed = _chosen(programs.run_programs(run))
     mesh = dict(jax.sharding.get_mesh().shape)
-    kept = report.kept_bytes(run)
+    kept = shapes.device_bytes(run.kept)
     print(f"{topology}, mesh {mesh}: {run.describe()}; keeps {kept / 1e9:.3f} GB", flush=True)
     rows = []
     for program in listed:

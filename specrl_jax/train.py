@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.compile import programs, shapes
+from specrl_jax.compile import fit, programs, shapes
 from specrl_jax.config import flatten
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.checkpoint import Checkpointer, check_run_config, save_run_config
@@ -149,6 +149,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     run, params = build(config)
     hosts.check_same(run.fingerprints, "give them the same files")
+    run = fit.fit(run)
     with (
         run.scorer.pool,
         memory.explain_shortage(config, run.model, len(run.prompts.lens)),

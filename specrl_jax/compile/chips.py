@@ -24,6 +24,12 @@ class Chip:
     memory: float  # bytes that programs may use
     target: str = ""  # a GPU as XLA wants it described; "": a TPU
 
+    @property
+    def taken(self) -> float:
+        """Bytes that JAX takes at its start: all of a TPU, a part of a GPU that a variable sets."""
+        part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75") if self.target else 1
+        return float(part) * self.memory
+
 
 # Compute capability → operations a clock, threads and bytes of shared memory of a multiprocessor,
 # and the most shared memory of a block (CUDA C++ Programming Guide, compute capabilities).

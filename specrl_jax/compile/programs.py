@@ -33,7 +33,7 @@ from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
 from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.rows import compact, scatter
+from specrl_jax.rollout.rows import compact, compact_layer, scatter
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.training import memory
 from specrl_jax.training.build import frozen_steps
@@ -102,9 +102,10 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
                 rows, draft_state, stop, width=width, runs_model=True, beside=others,
             )  # fmt: skip
         if smaller := buckets.rows_below(size):
+            yield _program(f"{prefix}compact to {smaller}", compact, rows, size=smaller)
             yield _program(
-                f"{prefix}compact to {smaller}", compact, cache, rows, size=smaller,
-                beside=(copied, others),
+                f"{prefix}compact a layer to {smaller}", compact_layer, cache[0], rows.done,
+                size=smaller, beside=(copied, others, cache[1:]),
             )  # fmt: skip
         yield _program(f"{prefix}write back {size}", scatter, rows, shapes.all_rows)
 
@@ -195,12 +196,13 @@ def compile_all(
     return compiled
 
 
-# Fields to lower where a program does not fit, by its first word.
+_ROWS = "rollout.max_rows"
+# Fields to lower where a program does not fit, by its first word; else `_ROWS`.
 FIELDS = {
     "update": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
     "log-probs": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
     "values": "updates.micro_batch_size (accelerators; 0: no bound)",
-    "evaluation:": "evaluate.batch_size or rollout.max_rows",
+    "evaluation:": f"evaluate.batch_size or {_ROWS}",
 }
 
 
@@ -227,7 +229,7 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     kept = device_bytes(state)
     needs = {x.name: needed_bytes(x, compiled[x.name], kept) for x in listed}
     largest = max(needs, key=needs.get)
-    there = memory.device_memory()[0] / jax.device_count()
+    there = memory.device_memory()[0] / jax.sharding.get_mesh().size
     print(
         f"programs: {len(listed)}, {models} of the model, compiled in "
         f"{time.perf_counter() - start:.0f} s; the largest, {largest}, needs "
@@ -235,9 +237,13 @@ def compile_run(run: AbstractRun, state: Any) -> None:
         flush=True,
     )
     if needs[largest] > there:
+        field = FIELDS.get(largest.split()[0], _ROWS)
+        if field.endswith(_ROWS):  # it may be 0
+            rollout = run.evaluation if largest.startswith("evaluation:") else run.training
+            field += f", {rollout.buckets.rows[0]} now"
         raise ValueError(
             f"{largest} needs {needs[largest] / 2**30:.3g} GiB of a device that has "
-            f"{there / 2**30:.3g}; lower {FIELDS.get(largest.split()[0], 'rollout.max_rows')}"
+            f"{there / 2**30:.3g}; lower {field}"
         )
 
 

@@ -10,15 +10,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from specrl_jax.compile.chips import Chip
 from specrl_jax.compile.programs import Program, compile_all, needed_bytes, peak_bytes
-from specrl_jax.compile.shapes import AbstractRun, device_bytes
 
 _GB = 10**9
 _HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "GFLOP")
-
-
-def kept_bytes(run: AbstractRun) -> int:
-    """Bytes of a device that a run keeps all the time: its state, a reference, the draft store."""
-    return device_bytes([run.state, run.frozen or run.reference_policy, run.stored])
 
 
 def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:

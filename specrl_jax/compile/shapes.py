@@ -211,6 +211,11 @@ class AbstractRun:
         numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
         return self.stored, numbers, numbers
 
+    @property
+    def kept(self) -> tuple:
+        """Arrays that the run keeps all the time: its state, a reference, the draft store."""
+        return self.state, self.frozen or self.reference_policy, self.stored
+
     # The rollouts
 
     @functools.cached_property

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache
+from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import on_shards, shard_number, shards, take_own_rows
 
 PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
@@ -82,19 +82,29 @@ def scatter(rows: Rows, all_rows: Rows) -> Rows:
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def compact(cache: KVCache, rows: Rows, *, size: int) -> tuple[KVCache, Rows]:
+def compact(rows: Rows, *, size: int) -> Rows:
     """Move the unfinished rows, in order, to a batch of `size` rows, each on its shard.
 
     Every shard must have room for its own. Rows that are done are gone: scatter them first.
     """
     count = size // shards("batch")
 
-    def local(cache: KVCache, rows: Rows) -> tuple[KVCache, Rows]:
+    def local(rows: Rows) -> Rows:
         order = jnp.argsort(rows.done, stable=True)[:count]
-        kept = _pad(take_own_rows(rows, order), jnp.arange(count) < jnp.sum(~rows.done))
-        return take_own_rows(cache, order), kept
+        return _pad(take_own_rows(rows, order), jnp.arange(count) < jnp.sum(~rows.done))
 
-    return on_shards(local, cache, rows, like=(cache, rows))
+    return on_shards(local, rows, like=rows)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def compact_layer(layer: Layer, done: Array, *, size: int) -> Layer:
+    """Move what a layer of the cache has of the rows that `compact` moves; done: bool [b]."""
+    count = size // shards("batch")
+
+    def local(layer: Layer, done: Array) -> Layer:
+        return take_own_rows(layer, jnp.argsort(done, stable=True)[:count])
+
+    return on_shards(local, layer, done, like=layer)
 
 
 def _pad(rows: Rows, real: Array) -> Rows:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specrl_jax import hosts
 from specrl_jax.algorithms.scoring import packed_shape
 from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
@@ -25,6 +26,7 @@ from specrl_jax.models.transformer import param_count
 from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
+from specrl_jax.sharding import shards
 
 _NAMED = 3  # arrays that an error names
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -75,9 +77,12 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         if 0 < rollout.max_rows < rows:
             rows = rollout.max_rows
             fields = "rollout.max_rows"
+        elif not rollout.max_rows:  # as many as fit: a row a shard at least
+            rows = min(rows, shards("batch"))
+            fields = ""
         cache = 2 * layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
-        return [Part("KV cache", f"{fields} {row_fields}", cache), logits]
+        return [Part("KV cache", f"{fields} {row_fields}".strip(), cache), logits]
 
     def trained(sequences: int, length: int, fields: str) -> list[Part]:
         activations = itemsize * model.num_layers * width * sequences * length
@@ -124,16 +129,20 @@ def check(config, model: ModelConfig, prompts: int) -> None:
 
 
 def device_memory() -> tuple[float, str]:
-    """Return the bytes of all devices of the mesh in use, and what has them."""
+    """Return the bytes of all devices of the mesh in use, and what has them.
+
+    Every process must call it: the host with the least memory decides.
+    """
     devices = jax.sharding.get_mesh().devices.ravel()
     if devices[0].platform == "cpu":
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         for path in map(Path, _CGROUP_LIMITS):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 limits.append(int(path.read_text("utf-8")))
-        return min(limits) * jax.process_count(), "this machine"
-    stats = devices[0].memory_stats() or {}
-    return stats.get("bytes_limit", float("inf")) * len(devices), f"{len(devices)} devices"
+        return min(hosts.gather(min(limits))) * jax.process_count(), "this machine"
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    limit = (own.memory_stats() or {}).get("bytes_limit", float("inf"))
+    return min(hosts.gather(limit)) * len(devices), f"{len(devices)} devices"
 
 
 @contextlib.contextmanager

@@ -97,8 +97,16 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "largest", "advice"),
     [
-        ({"rollout.group_size": 32, "updates.mini_batch_size": 8}, "extend", "rollout.max_rows"),
-        ({}, "update", r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk"),
+        (
+            {"rollout.max_rows": 128, "rollout.group_size": 32, "updates.mini_batch_size": 8},
+            "extend",
+            "rollout.max_rows, 128 now",
+        ),
+        (
+            {"rollout.max_rows": 32},
+            "update",
+            r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_step(

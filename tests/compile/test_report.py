@@ -11,8 +11,8 @@ from hlo import Module
 from jax.sharding import NamedSharding
 
 from specrl_jax.compile.programs import Program, compile_all, rollout_programs
-from specrl_jax.compile.report import compile_program, count_flops, kept_bytes, to_text
-from specrl_jax.compile.shapes import of_config
+from specrl_jax.compile.report import compile_program, count_flops, to_text
+from specrl_jax.compile.shapes import device_bytes, of_config
 
 FIELDS = {
     "rollout.prompts_per_step": 16, "rollout.max_rows": 32, "rollout.draft": "previous+tree",
@@ -35,7 +35,7 @@ def test_rows_stay_on_their_shard(make_mesh):
             others = [size for key, (_, size) in collectives.items() if key[:2] != weights]
             sent[program.name] = sum(others)
     assert {name for name in sent if moves.match(name)} == {
-        "compact to 16", "write back 32", "write back 16"
+        "compact to 16", "compact a layer to 16", "write back 32", "write back 16"
     }  # fmt: skip
     assert not any(size for name, size in sent.items() if moves.match(name))
     assert all(size <= 1_000 for size in sent.values()), sent
@@ -45,7 +45,7 @@ def test_what_a_run_keeps_by_hand(make_mesh):
     """Bytes of a device of two, from the sizes in the config."""
     changes = {"rollout.draft_age": 1, "algorithm.kl_coef": 0.01}
     with jax.set_mesh(make_mesh(1, 2, 1)):
-        kept = kept_bytes(of_config(small_runs.small_config(changes)))
+        kept = device_bytes(of_config(small_runs.small_config(changes)).kept)
     vocab, embed, mlp, heads, kv_heads, size = 16, 16, 32, 4, 2, 4
     split = vocab * embed + embed * (heads + 2 * kv_heads + heads) * size + 3 * embed * mlp
     whole = 3 * embed + 2 * size  # norms are on every device

@@ -25,12 +25,13 @@ def _sizes(changes: dict) -> dict[tuple[str, str], float]:
 
 def test_sizes_are_those_of_the_arrays(mesh):
     sizes = _sizes({})
-    assert sizes["a rollout", "KV cache"] == 32 * 9 * (2 * 2 * 4) * 4
-    assert sizes["a rollout", "logits of a decode step"] == 32 * 16 * 4
+    # A row, as many as fit.
+    assert sizes["a rollout", "KV cache"] == 9 * (2 * 2 * 4) * 4
+    assert sizes["a rollout", "logits of a decode step"] == 16 * 4
     assert sizes["a rollout", "stored drafts"] == 8 * 8 * 6 * 4 * 4
     assert sizes["an update", "activations"] == 8 * 18 * (2 * 16 + 3 * 32) * 4
     assert sizes["the warm-up", "logits"] == 8 * 9 * 16 * 4
-    assert sizes["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
+    assert sizes["an evaluation", "KV cache"] == 9 * (2 * 2 * 4) * 4
     drafted = _sizes({"rollout.draft": "previous+tree", "rollout.tree.history": 3})
     assert drafted["a rollout", "stored drafts"] == 8 * 8 * 6 * (3 * 4 + 3 * 4)
     # 32 rows lie in 16 sequences of 18 slots, of which a CPU computes 14 at once.
@@ -39,14 +40,27 @@ def test_sizes_are_those_of_the_arrays(mesh):
     assert chunk["an update", "logits"] == 14 * 18 * 16 * 4
     bounded = _sizes({"rollout.max_rows": 16})
     assert bounded["a rollout", "KV cache"] == 16 * 9 * (2 * 2 * 4) * 4
+    assert bounded["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
 
 
 @pytest.mark.parametrize(
     ("changes", "field", "value", "stage", "part"),
     [
         ({"warmup.batch_size": 10**6}, "warmup.batch_size", 10**6, "the warm-up", "activations"),
-        ({"rollout.response_len": 10**6}, "rollout.response_len", 10**6, "a rollout", "KV cache"),
-        ({"evaluate.samples": 10**7}, "evaluate.samples", 10**7, "an evaluation", "KV cache"),
+        (
+            {"rollout.response_len": 10**6},
+            "rollout.response_len",
+            10**6,
+            "a rollout",
+            "stored draf",
+        ),
+        (
+            {"evaluate.samples": 10**7, "rollout.max_rows": 10**8},
+            "evaluate.samples",
+            10**7,
+            "an evaluation",
+            "KV cache",
+        ),
         (
             {"rollout.draft": "tree", "rollout.tree.history": 10**9},
             "rollout.tree.history",

@@ -26,7 +26,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.rows import Rows, compact, scatter
+from specrl_jax.rollout.rows import Rows, compact, compact_layer, scatter
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Prompts
 
@@ -263,7 +263,12 @@ class Runner:
     def compact(self, size: int) -> None:
         """Give the unfinished rows a smaller batch."""
         self.write_back_finished()
-        self.cache, self.rows = compact(self.cache, self.rows, size=size)
+        layers = list(self.cache)
+        self.cache = ()  # so that each layer is freed once it has been moved
+        for number, layer in enumerate(layers):
+            layers[number] = compact_layer(layer, self.rows.done, size=size)
+        self.cache = tuple(layers)
+        self.rows = compact(self.rows, size=size)
         self.size = size
 
     def write_back(self) -> None:

@@ -40,7 +40,7 @@ class RolloutSpec:
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # batch sizes, each half the last
-    max_rows: int = 0  # rows computed at once; 0: all
+    max_rows: int = 0  # most rows computed at once; 0: all
     refresh: float = 0.0  # share of the drafts that are left out
 
     @property

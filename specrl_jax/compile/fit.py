@@ -1,0 +1,130 @@
+"""Rows that a rollout computes at once where `rollout.max_rows` is 0: as many as fit a device.
+
+Bytes follow from the shapes of a run's arrays, and from an estimate of what programs need beside
+them. So the number follows from configuration, mesh and memory alone. `programs.compile_run` holds
+it against what the compiler says.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.compile.shapes import AbstractRun, RolloutShapes, device_bytes, of_run
+from specrl_jax.sharding import shards
+from specrl_jax.training import memory
+from specrl_jax.training.state import Run
+
+_SPARE = 0.1  # share of the memory for what is not counted, and for gaps between arrays
+_COPIES = 2  # of a program's intermediate arrays that are in memory at once
+_ROWS = 8  # a shard's rows are a multiple, so that a few bytes do not decide
+
+
+class Need(NamedTuple):
+    """Bytes of one device during a rollout."""
+
+    beside: int  # arrays whatever the batch is, and what `extend` needs
+    row: int  # of a row on each shard
+
+    def rows(self, there: float) -> int:
+        """Return the rows of a shard that fit a device of so many bytes."""
+        rows = max(int(((1 - _SPARE) * there - self.beside) // self.row), 0)
+        return rows // _ROWS * _ROWS or rows
+
+
+def fit(run: Run) -> Run:
+    """Return the run with the rows that fit the devices of its mesh; print a line of them.
+
+    Raises ValueError as `fit_rows` does.
+    """
+    there = memory.device_memory()[0] / jax.sharding.get_mesh().size
+    fitted = fit_rows(of_run(run), there)
+    print(describe(fitted, there), flush=True)
+    return dataclasses.replace(run, rollout_spec=fitted.spec, eval_spec=fitted.eval_spec)
+
+
+def fit_rows(run: AbstractRun, there: float) -> AbstractRun:
+    """Return the run with the rows that fit, in training and evaluation, where config leaves it.
+
+    there: bytes of a device. Raises ValueError in one line where not a row a shard fits.
+    """
+    if run.spec.max_rows:
+        return run
+    spec = dataclasses.replace(run.spec, max_rows=_max_rows(run, run.training, there))
+    eval_spec = run.eval_spec
+    if run.config.evaluate.every:
+        most = _max_rows(run, run.evaluation, there)
+        eval_spec = dataclasses.replace(eval_spec, max_rows=most)
+    return dataclasses.replace(run, spec=spec, eval_spec=eval_spec)
+
+
+def describe(run: AbstractRun, there: float) -> str:
+    """Describe in a line how many rows a rollout computes at once, and what their cache takes."""
+    shapes = run.training
+    at_once = shapes.buckets.rows[0]
+    own = at_once // shards("batch")
+    cache = device_bytes(shapes.cache(at_once)) / 2**30
+    return (
+        f"rollout: {at_once:,} of {run.rows:,} rows at once, {own:,} on each shard; their cache "
+        f"takes {cache:.3g} of {there / 2**30:.3g} GiB of a device"
+    )
+
+
+def _max_rows(run: AbstractRun, shapes: RolloutShapes, there: float) -> int:
+    need = estimate(run, shapes)
+    rows = need.rows(there)
+    if not rows:
+        config = run.config
+        lengths = {
+            "data.prompt_len": config.data.prompt_len,
+            "rollout.response_len": config.rollout.response_len,
+        }
+        field = max(lengths, key=lengths.get)
+        raise ValueError(
+            f"{field} must be smaller: a row of {shapes.buckets.slots:,} slots takes "
+            f"{need.row / 2**30:.3g} GiB of a device that has {there / 2**30:.3g} GiB, and all "
+            f"other arrays need {need.beside / 2**30:.3g}, got {lengths[field]}"
+        )
+    return rows * shards("batch")
+
+
+def estimate(run: AbstractRun, shapes: RolloutShapes) -> Need:
+    """Return what a rollout takes of a device."""
+    pieces = shards("batch")
+    copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
+    beside = device_bytes([run.kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
+    row = device_bytes([shapes.cache(pieces), shapes.batch_rows(pieces)])
+    return Need(beside + _extend_bytes(shapes), row + _step_bytes(shapes))
+
+
+def _extend_bytes(shapes: RolloutShapes) -> int:
+    """Return the bytes of what `extend` computes of a chunk, and of a block of its rows."""
+    model = shapes.spec.model
+    buckets = shapes.buckets
+    itemsize = jnp.dtype(model.dtype).itemsize
+    slot = 2 * itemsize * model.num_layers * model.num_kv_heads * model.head_dim
+    slot //= shards("kv_heads")
+    sequences = buckets.chunk_sequences
+    tokens = sequences * buckets.sequence_slots
+    hidden = itemsize * tokens * (model.embed_dim + 3 * model.mlp_dim // shards("mlp"))
+    scores = 0
+    if "packed" not in model.kernels:
+        scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")
+    logits = 4 * buckets.draft_columns * model.vocab_size // shards("vocab")
+    block = buckets.block_rows * max(logits, buckets.slots * slot)
+    return _COPIES * (tokens * slot + hidden + scores + block)
+
+
+def _step_bytes(shapes: RolloutShapes) -> int:
+    """Return the bytes of a row, on each shard, in a decode step, and where it begins."""
+    spec = shapes.spec
+    model = spec.model
+    buckets = shapes.buckets
+    logits = 0 if "head" in model.kernels else model.vocab_size // shards("vocab")
+    scores = 0
+    if "cached" not in model.kernels:
+        scores = buckets.slots * model.num_heads // shards("heads")
+    # Every device has the packed texts of all shards: four numbers of a token, and its slot.
+    texts = shards("batch") * 4 * (4 * buckets.sequence_slots + buckets.slots)
+    return _COPIES * 4 * spec.max_width * (logits + scores) + texts

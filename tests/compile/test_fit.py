@@ -1,0 +1,100 @@
+"""Rows that fit a device: by hand, and against what the compiler says."""
+
+import jax
+import pytest
+import small_runs
+
+from specrl_jax.compile import fit, programs
+from specrl_jax.compile.shapes import device_bytes, of_config
+from specrl_jax.process import runtime
+from specrl_jax.train import train
+from specrl_jax.training import memory
+
+# Shapes as of the tests in test_memory: 3 prompt and 6 response slots, 16 tokens, 4 heads.
+KINDS = {
+    "previous": {"rollout.response_len": 96},
+    "tree": {"rollout.response_len": 96, "rollout.draft": "previous+tree", "rollout.max_width": 8},
+    "head": {"rollout.response_len": 96, "rollout.draft": "head", "algorithm.kl_coef": 0.1},
+    "adapters": {"rollout.response_len": 96, "lora.rank": 2},
+}
+
+
+def run_of(changes=None, **more):
+    return of_config(small_runs.small_config(changes, **more))
+
+
+def test_rows_of_a_made_up_memory():
+    """A tenth is spared: of 10,000 bytes 9,000. A shard's rows are a multiple of 8, or few."""
+    assert fit.Need(beside=1_000, row=100).rows(10_000) == 80
+    assert fit.Need(beside=1_050, row=100).rows(10_000) == 72  # 79 would fit
+    assert fit.Need(beside=8_250, row=100).rows(10_000) == 7
+    assert fit.Need(beside=8_950, row=100).rows(10_000) == 0
+    assert fit.Need(beside=20_000, row=100).rows(10_000) == 0
+
+
+def test_a_row_by_hand(mesh):
+    run = run_of()
+    need = fit.estimate(run, run.training)
+    cache = 9 * 2 * 2 * 4 * 4  # slots, keys and values, heads, their size, bytes
+    kept = 10 * 4 + 1 + 7 * (3 * 4 + 1)  # numbers of a row; four arrays of 6 tokens and a margin
+    step = 2 * 4 * (16 + 4 * 9)  # logits and scores, twice
+    texts = 4 * (4 * 18 + 9)  # a sequence of two rows, a slot for each token
+    assert need.row == cache + kept + step + texts
+    arrays = [run.kept, run.training.all_rows, run.training.drafts]
+    copied = device_bytes(run.weights) - device_bytes(run.weights["stacked"])
+    slot = 2 * 2 * 4 * 4
+    chunk = 14 * 18  # a chunk of 256 tokens holds so many sequences
+    hidden = 4 * chunk * (16 + 3 * 32)
+    scores = 4 * chunk * 18 * 4
+    block = 32 * max(4 * 6 * 16, 9 * slot)  # rows, each with logits of 6 columns, or its cache
+    extend = 2 * (chunk * slot + hidden + scores + block)
+    assert need.beside == device_bytes(arrays) + copied + extend
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "eight"])
+def test_the_rows_that_fit_are_in_the_spec(make_mesh, shape):
+    with jax.set_mesh(make_mesh(*shape)):
+        run = run_of({"evaluate.every": 1})
+        pieces = shape[0] * shape[1]
+        need = fit.estimate(run, run.training)
+        fitted = fit.fit_rows(run, (need.beside + 4.5 * need.row) / 0.9)
+        assert fitted.spec.max_rows == 4 * pieces
+        assert fitted.training.buckets.rows[0] == 4 * pieces
+        assert fitted.eval_spec.max_rows >= fitted.spec.max_rows  # it has no drafts
+        assert fit.fit_rows(run, 2.0**40).training.buckets.rows[0] == run.rows
+        given = run_of({"rollout.max_rows": 8})
+        assert fit.fit_rows(given, 1.0) is given
+        line = small_runs.line_of(fit.fit_rows, run, need.beside / 0.9)
+    assert line.startswith("rollout.response_len must be smaller: a row of 9 slots takes ")
+    assert line.endswith(", got 6")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1)], ids=["one device", "two"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
+    with jax.set_mesh(make_mesh(*shape)):
+        run = run_of(KINDS[kind], **{"rollout.prompts_per_step": 16, "data.prompts": 16})
+        need = fit.estimate(run, run.training)
+        kept = device_bytes(run.kept)
+        rows = run.training.buckets.rows[0] // run.training.buckets.multiple
+        listed = list(programs.rollout_programs(run.training))
+        compiled = programs.compile_all(listed)
+        most = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)
+    assert 0.3 < most / (need.beside + rows * need.row) < 1
+
+
+def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
+    config = small_runs.small_config(**{"train.steps": 1, "warmup.steps": 0})
+    run = of_config(config)
+    need = fit.estimate(run, run.training)
+    # The store of a run has its own prompts, so less beside.
+    there = (need.beside + 8.5 * need.row) / 0.9
+    monkeypatch.setattr(memory, "device_memory", lambda: (there, "this machine"))
+    runtime.compile_metrics()
+    monkeypatch.setattr(
+        programs, "compile_run", lambda *args: None
+    )  # which needs more, and says it
+    train(config, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("rollout: ")]
+    assert line.startswith("rollout: 8 of 32 rows at once, 8 on each shard; their cache takes ")
