@@ -6,6 +6,7 @@
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
     python launch/benchmark.py buckets                   what row buckets save, by arithmetic
+    python launch/benchmark.py host                      what the host does with a step's tokens
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
 smollm2 and qwen3_1p7b for `device`.
@@ -32,7 +33,9 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
-_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "buckets")
+_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "buckets", "host")
+# The preset of configs/grpo.py that a benchmark begins from.
+_PRESETS = {"training": "tiny", "host": "qwen3_1p7b"}
 
 
 def parser() -> cli.Parser:
@@ -63,14 +66,7 @@ def measure(args: argparse.Namespace) -> None:
     run = getattr(module, f"measure_{args.benchmark}")
     from specrl_jax.process import runtime
 
-    if args.benchmark == "buckets":
-        import jax
-
-        from specrl_jax.sharding import make_mesh
-
-        report = run(log)  # sets meshes of its own
-        jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))  # for the report's heading
-    elif args.benchmark in _OF_CONFIG:
+    if args.benchmark in _OF_CONFIG:
         config = flags.FLAGS.config
         runtime.start(config)
         report = run(config, log, args.repeats, args.drift)
@@ -80,11 +76,16 @@ def measure(args: argparse.Namespace) -> None:
         from specrl_jax.sharding import make_mesh
 
         runtime.use_compilation_cache()
-        jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
-        numbers = {name: getattr(args, name) for name in _NUMBERS}
-        if args.benchmark == "training":
-            run = functools.partial(run, runpy.run_path(str(_CONFIG))["get_config"]("tiny"))
-        report = run(args.size, numbers, log)
+        first_device = make_mesh(1, 1, 1, runtime.all_devices()[:1])
+        if args.benchmark != "buckets":  # which sets meshes of its own
+            jax.set_mesh(first_device)
+        if preset := _PRESETS.get(args.benchmark):
+            run = functools.partial(run, runpy.run_path(str(_CONFIG))["get_config"](preset))
+        if args.benchmark in _OF_SIZE:
+            numbers = {name: getattr(args, name) for name in _NUMBERS}
+            run = functools.partial(run, args.size, numbers)
+        report = run(log)
+        jax.set_mesh(first_device)  # for the report's heading
     print(report.to_text())
     if args.json:
         report.write_json(args.json)

@@ -8,9 +8,9 @@ import runpy
 import numpy as np
 import pytest
 import rollout_reference as ref
-from small_runs import ONE_DEVICE, ROOT, launch
+from small_runs import ONE_DEVICE, ROOT, launch, preset
 
-from specrl_jax.benchmarks import buckets, device, training
+from specrl_jax.benchmarks import buckets, device, host, training
 from specrl_jax.benchmarks.device import decode_bytes, forward_flops
 from specrl_jax.benchmarks.rollout import (
     SIZES,
@@ -128,6 +128,32 @@ def test_training(run, monkeypatch):
     assert plain["start_to_first_step"] >= plain["build"] + plain["compile"] + plain["first_step"]
     assert wrong["note"].startswith("KeyError")
     assert "memory: the compiler says 0.0" in text
+
+
+def test_host(run, monkeypatch):
+    """Every part has seconds; rows of a group share their prompt, and all end in their slots."""
+    monkeypatch.setattr(host, "ROWS", 32)
+    code, cases, text = run("host")
+    assert code == 0
+    names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they begin"]
+    assert [case["part"] for case in cases] == names
+    for case in cases:
+        assert case["seconds"] > 0
+        assert case["of_a_step"] == pytest.approx(case["seconds"] / 261.8)
+    assert "host: 32 rows" in text
+    config = preset("qwen3_1p7b")
+    rows = host.random_rows(config, 151_936, 32)
+    assert rows.tokens.shape == (32, 1_024 + 4_096)
+    assert 100 <= rows.prompt_lens.min() <= rows.prompt_lens.max() <= 400
+    assert 1 <= rows.response_lens.min() <= rows.response_lens.max() <= 4_096
+    for first in range(0, 32, 8):
+        group = range(first, first + 8)
+        size = rows.prompt_lens[first]
+        assert all(rows.prompt_lens[row] == size for row in group)
+        prompts = rows.tokens[first : first + 8, :size]
+        assert np.array_equal(prompts, np.tile(prompts[:1], (8, 1)))
+    ends = rows.prompt_lens + rows.response_lens
+    assert all(not row[end:].any() for row, end in zip(rows.tokens, ends))
 
 
 def test_random_policies_do_not_repeat_themselves(mesh):

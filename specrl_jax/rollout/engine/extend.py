@@ -30,7 +30,7 @@ from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
 from specrl_jax.models.row_slices import read_slots, take_slots
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
@@ -116,17 +116,18 @@ def pack_prefixes(
             nodes[shard, position, : len(path)] = path
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
-    parts = [part.padded(chunks * sequences, count * sequences) for part in parts]
-
-    def by_chunk(arrays: list[np.ndarray]) -> np.ndarray:
-        """[M · m / X, T] of each of X shards → [M, m, T]"""
-        return np.concatenate([x.reshape(chunks, sequences, length) for x in arrays], axis=1)
-
+    # Zeros after the chunks that hold tokens: memory that nobody writes costs next to nothing.
+    shape = (chunks, len(rows) * sequences, length)
+    whole = Sequences(*(np.zeros(shape, np.int32) for _ in Sequences._fields))
+    for shard, part in enumerate(parts):
+        own = slice(shard * sequences, (shard + 1) * sequences)
+        for array, values in zip(whole, part.padded(count * sequences)):
+            array[:count, own] = values.reshape(count, sequences, length)
     return Prefixes(
-        tokens=by_chunk([part.tokens for part in parts]),
-        depths=by_chunk([part.depths for part in parts]),
-        ends=by_chunk([part.ends for part in parts]),
-        parents=by_chunk([part.parents for part in parts]),
+        tokens=whole.tokens,
+        depths=whole.depths,
+        ends=whole.ends,
+        parents=whole.parents,
         count=np.int32(count),
         blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
         first_row=first_row,
