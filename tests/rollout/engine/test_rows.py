@@ -10,7 +10,15 @@ import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
-from specrl_jax.rollout.rows import PADDING, Rows, compact, gather, put_rows, scatter
+from specrl_jax.rollout.rows import (
+    PADDING,
+    Rows,
+    compact,
+    compact_layer,
+    gather,
+    put_rows,
+    scatter,
+)
 from specrl_jax.sharding import put, shards
 
 B, C, K = 8, 5, 2
@@ -155,7 +163,9 @@ def test_compact(make_mesh, shape, full):
             row_ids[: len(own)] = own
         order = order.reshape(-1)
         cache = jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, B, 6))
-        cache, rows = compact(cache, ref.put_rows(all_rows), size=4)
+        rows = ref.put_rows(all_rows)
+        cache = [compact_layer(layer, rows.done, size=4) for layer in cache]
+        rows = compact(rows, size=4)
         check(rows, all_rows, order)
     real = order >= 0
     for x in ref.by_slot(cache):
