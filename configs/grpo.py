@@ -89,6 +89,7 @@ def base() -> ConfigDict:
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off
     reward.overlong_penalty = 1.0  # the reward that all of these tokens together cost
+    reward.keep_stop = True  # rewards see the text of rollout.stop that ended a response
     reward.keep_special_tokens = False  # rewards see special tokens but the response's end
     reward.thought_tags = "<think> </think> [THINK] [/THINK]"  # pairs around thoughts; "": none
     reward.extract = ""  # regex; group 1 of its last match is the answer; "": the whole response
@@ -98,6 +99,7 @@ def base() -> ConfigDict:
     rollout.prompts_per_step = 64  # Q; paper 1,024
     rollout.group_size = 8  # G, responses per prompt; paper 8
     rollout.response_len = 24  # R, longest response in tokens with its end; paper 4,096
+    rollout.stop = ""  # texts that end a response, or its turn, apart by blanks: </answer>
     rollout.temperature = 1.0  # of sampling; paper 1.0
     rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off

@@ -45,11 +45,14 @@ ALLOWED = {
     "rollout/rows": {"models", "sharding", "types"},
     "rollout/drafts": {"rollout/rows", "sharding", "types"},
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
-    "rollout/carry_over": {"models", "rollout/drafts", "rollout/rows", "sharding", "types"},
+    "rollout/stop_strings": {"sharding"},
+    "rollout/carry_over": {
+        "models", "rollout/drafts", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+    },
     "rollout/kept_noise": {"types"},
     "rollout/engine": {
         "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts", "rollout/one_pass",
-        "rollout/rows", "rollout/sampling", "sharding", "types",
+        "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},

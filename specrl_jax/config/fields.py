@@ -93,6 +93,7 @@ SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps or c.algorithm.solution_coef, "100")
+STOP = When("rollout.stop", lambda c: c.rollout.stop.strip(), "</answer>")
 ONE_TURN = When("environment.name", lambda c: not c.environment.name, "")
 TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
@@ -244,6 +245,7 @@ FIELDS: dict[str, Field] = {
     "reward.threshold": _row(within(0, 1e6), may_change=ORIGIN, task=0.0),
     "reward.overlong_tokens": _row(integer(), may_change=ORIGIN),
     "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=ORIGIN),
+    "reward.keep_stop": _row(SWITCH, STOP, idle=True, may_change=ORIGIN),
     "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=ORIGIN),
     "reward.thought_tags": _row(TEXT, ONE_TURN, ANSWER_PART, idle="", may_change=ORIGIN),
     "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=ORIGIN, task=""),
@@ -251,6 +253,7 @@ FIELDS: dict[str, Field] = {
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
     "rollout.response_len": _row(integer(1)),
+    "rollout.stop": _row(TEXT),
     "rollout.temperature": _row(within(0.01, 100)),
     "rollout.top_k": _row(integer()),
     "rollout.top_p": _row(ABOVE_ZERO),

@@ -117,9 +117,16 @@ class CharacterTokenizer:
         """Return "": no text writes the pad or the end."""
         return ""
 
-    def encode_turn(self, text: str) -> list[int]:
-        """Ids of a user's answer, from a response's end to the next response's first token."""
+    def encode_turn(self, text: str, has_end: bool = True) -> list[int]:
+        """Ids of a user's answer, from a response's end to the next response's first token.
+
+        has_end: the response has the token that ends it.
+        """
         return self.encode(text)
+
+    def token_texts(self) -> list[str]:
+        """Return what each of the V tokens adds to a text."""
+        return ["", "", *self._alphabet]
 
 
 class HuggingFaceTokenizer:
@@ -246,12 +253,20 @@ class HuggingFaceTokenizer:
         """Return the first control token whose letters a prompt holds; "" where there is none."""
         return self._control.spelled_in(prompt)
 
-    def encode_turn(self, text: str) -> list[int]:
+    def token_texts(self) -> list[str]:
+        # After a token of its own, as the begin of a text may be decoded otherwise.
+        (first, *_) = self.encode("a")
+        before = self.decode([first])
+        decode = self._tokenizer.backend_tokenizer.decode_batch
+        texts = decode([[first, token] for token in range(self.vocab_size)])
+        return [text.removeprefix(before) for text in texts]
+
+    def encode_turn(self, text: str, has_end: bool = True) -> list[int]:
         if self._template is None:
             return self.encode(text)
         message = {"role": "user", "content": text}
         ids = self._control.encode([message], self._template.write_next)
-        return ids[1:] if ids and ids[0] in self.eos_ids else ids
+        return ids[1:] if has_end and ids and ids[0] in self.eos_ids else ids
 
     @functools.cached_property
     def end_id(self) -> int:

@@ -118,8 +118,7 @@ def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, An
     failed = []
     for responses in answered:
         real = np.arange(responses.num_rows)
-        last = responses.tokens[real, responses.lens[real] - 1]
-        cut.append(~np.isin(last, spec.eos_ids))
+        cut.append(~spec.ended(responses.tokens[real], responses.lens[real]))
         failed.append(responses.scores.failed[real])
     shares = {"cut at the limit": cut, "failed to score": failed}
     return rows + [

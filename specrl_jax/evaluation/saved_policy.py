@@ -25,6 +25,7 @@ from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.stop_strings import make_stop_strings
 from specrl_jax.sharding import shards
 
 BEST = "best"
@@ -52,8 +53,13 @@ class SavedPolicy:
         tokenizer = self.tokenizer
         config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
-        ids = {"eos_ids": tuple(tokenizer.eos_ids), "pad_id": tokenizer.pad_id}
-        spec = RolloutSpec.from_config(config, self.model, **ids)
+        spec = RolloutSpec.from_config(
+            config,
+            self.model,
+            eos_ids=tuple(tokenizer.eos_ids),
+            pad_id=tokenizer.pad_id,
+            stop=make_stop_strings(config, tokenizer),
+        )
         return spec.for_evaluation(samples, temperature)
 
     def noise(self, step: int | None = None) -> NoiseKey:

@@ -21,6 +21,7 @@ from jax import Array
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.rows import Rows, where_rows
+from specrl_jax.rollout.stop_strings import NOTHING, StopStrings, turn_ends
 from specrl_jax.sharding import put, reshard, take_rows
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart, TokenColumns
 
@@ -178,9 +179,13 @@ def append_forced(begun: PartialRows, tokens: Array, lens: Array) -> PartialRows
     return dataclasses.replace(begun, rollout=rollout)
 
 
-@functools.partial(jax.jit, static_argnames="eos_ids")
+@functools.partial(jax.jit, static_argnames=("eos_ids", "stop"))
 def turn_drafts(
-    drafts: Drafts, begun: PartialRows | None, eos_ids: tuple[int, ...], begins: Array | None = None
+    drafts: Drafts,
+    begun: PartialRows | None,
+    eos_ids: tuple[int, ...],
+    begins: Array | None = None,
+    stop: StopStrings | None = None,
 ) -> Drafts:
     """Drafts [B] up to the end of the turn; none where they do not begin with what a row holds.
 
@@ -197,7 +202,10 @@ def turn_drafts(
     if begins is not None:
         drawn = (begun.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
         same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)
-    ends = functools.reduce(jnp.logical_or, [drafts.tokens == eos for eos in eos_ids])
+    turn_begins = begin if begins is None else begins
+    own = jnp.where(positions < turn_begins[:, None], NOTHING, drafts.tokens)
+    before = ((0, 0), (stop.window if stop else 0, 0))
+    ends = turn_ends(eos_ids, stop, jnp.pad(own, before, constant_values=NOTHING))
     ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
     first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
     lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)

@@ -172,7 +172,7 @@ class RolloutRecords:
 
     share: of the prompts, in [0, 1]. One process of a run writes.
     decode: token ids → text, without special tokens.
-    eos_ids: the tokens that end a response.
+    ended: tokens int32 [B, R] and lens int32 [B] → bool [B], those that came to an end.
     """
 
     def __init__(
@@ -181,13 +181,13 @@ class RolloutRecords:
         share: float,
         *,
         decode: Callable[[list[int]], str],
-        eos_ids: Sequence[int],
+        ended: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
         self.active = share > 0  # False: there is nothing to write
         self._workdir = Path(workdir)
         self._share = share
         self._decode = decode
-        self._eos_ids = eos_ids
+        self._ended = ended
         self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
@@ -257,7 +257,7 @@ class RolloutRecords:
             "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
             "origin_steps": rollout.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
-            "ended": bool(token_ids) and token_ids[-1] in self._eos_ids,
+            "ended": bool(self._ended(rollout.tokens[[row]], rollout.lens[[row]])[0]),
         }
 
     def token_ends(self, token_ids: list[int], text: str) -> list[int]:

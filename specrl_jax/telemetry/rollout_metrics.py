@@ -13,7 +13,7 @@ def rollout_metrics(
     tokens: np.ndarray,
     lens: np.ndarray,
     prefix_lens: np.ndarray,
-    eos_ids: tuple[int, ...],
+    ended: np.ndarray,
     *,
     draft_lens: np.ndarray,
     previous: tuple[np.ndarray, np.ndarray],
@@ -23,7 +23,7 @@ def rollout_metrics(
     """Return the `rollout/*` metrics of the contents of B responses.
 
     tokens, lens, prefix_lens: as in `types.Rollout`.
-    eos_ids: the tokens that end a response.
+    ended: bool [B], responses that came to an end; the others were cut off.
     draft_lens: int32 [B], lengths of the drafts (0: none).
     previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
         They need not be the drafts.
@@ -33,8 +33,6 @@ def rollout_metrics(
     policy_lens = lens - forced
     total = int(policy_lens.sum())
     reused = int(prefix_lens.sum())
-    last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
-    ended = np.isin(last, eos_ids) & (lens > 0)
     responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
     groups = [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
     values = {

@@ -41,6 +41,7 @@ from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.episodes import ResponseScorer
@@ -65,7 +66,8 @@ def build(config) -> tuple[Run, Params]:
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
     schedule = policy_schedule(config, total_steps)
-    spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
+    stop = make_stop_strings(config, tokenizer)
+    spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id, stop)
     run = Run(
         config=config,
         dataset=dataset,
@@ -111,6 +113,8 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         tokenizer,
         settings.keep_special_tokens,
         tags,
+        stop=tuple(config.rollout.stop.split()),
+        keep_stop=settings.keep_stop,
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
@@ -150,9 +154,15 @@ def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[st
     return solutions
 
 
-def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:
+def training_spec(
+    config,
+    model: ModelConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    stop: StopStrings | None = None,
+) -> RolloutSpec:
     """Return the spec of training rollouts: of whole groups, or of parts that screen prompts."""
-    spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id)
+    spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
     return dataclasses.replace(spec, group_size=part_size(config))
 
 

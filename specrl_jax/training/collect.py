@@ -308,11 +308,13 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.result.draft_lens for x in rollouts)
+    tokens = _joined(x.tokens for x in rollouts)
+    lens = _joined(x.lens for x in rollouts)
     values |= rollout_metrics(
-        _joined(x.tokens for x in rollouts),
-        _joined(x.lens for x in rollouts),
+        tokens,
+        lens,
         prefix_lens,
-        run.rollout_spec.eos_ids,
+        run.rollout_spec.ended(tokens, lens),
         draft_lens=draft_lens,
         previous=(
             _joined(x.previous[0] for x in rollouts),

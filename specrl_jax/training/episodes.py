@@ -26,6 +26,7 @@ from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced,
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.stop_strings import cut_at_stop
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -94,6 +95,8 @@ class ResponseScorer:
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
+    stop: tuple[str, ...] = ()  # texts that end a turn
+    keep_stop: bool = True  # texts hold the one that ended them
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
     # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
     allow_unfinished: float = 0.0
@@ -144,7 +147,8 @@ class ResponseScorer:
         ids = ids.tolist()
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
-        return self.tokenizer.decode(ids, self.keep_special_tokens)
+        text = self.tokenizer.decode(ids, self.keep_special_tokens)
+        return cut_at_stop(text, self.stop, self.keep_stop)
 
     def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
         """Return the answer part of each response, texts [B], to Q prompts; None without one."""
@@ -221,7 +225,7 @@ class _Episodes:
         self.episodes = carry_over
         self.drafts: Drafts | None = None  # of the turn that each row is in
         if carry_over.drafts is not None:
-            self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids)
+            self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids, stop=spec.stop)
         self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
@@ -271,15 +275,16 @@ class _Episodes:
         texts = [tuple(self.texts[row]) for row in rows]
         scores = self.scorer.score(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
+        ended = self.spec.ended(tokens, lens)
         for i, row in enumerate(rows):
             self.rewards[row] = scores.rewards[i]
             self.reasons[row] = scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.spec.eos_ids
             ids = None
-            if not (scores.done[i] or is_last or cut_off):
+            if not (scores.done[i] or is_last) and ended[row]:
+                by_token = tokens[row, lens[row] - 1] in self.spec.eos_ids
                 try:
-                    ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
+                    ids = self.scorer.tokenizer.encode_turn(scores.observations[i], by_token)
                 except ValueError as error:  # a character that the policy has no token for
                     self.rewards[row] = 0.0
                     self.reasons[row] = reason(error)
@@ -306,7 +311,9 @@ class _Episodes:
         if self.episodes.drafts is None:
             return
         starts = put(self.turn_starts, "batch")
-        self.drafts = turn_drafts(self.episodes.drafts, self.begun, self.spec.eos_ids, starts)
+        self.drafts = turn_drafts(
+            self.episodes.drafts, self.begun, self.spec.eos_ids, starts, self.spec.stop
+        )
         # The rest of the draft of a row in the middle of its turn is verified next time.
         seen = self.draft_lens + lens - result.resumed_lens
         drafts_left = np.maximum(result.draft_lens - seen, 0)

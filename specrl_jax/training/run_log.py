@@ -60,9 +60,10 @@ class RunLog(contextlib.AbstractContextManager):
         self._text = run.scorer.text
         self._print_every = settings.print_every
         self._decode = run.scorer.tokenizer.decode
-        eos_ids = run.rollout_spec.eos_ids
         share = settings.rollouts if workdir is not None else 0.0
-        self._records = RolloutRecords(folder, share, decode=self._decode, eos_ids=eos_ids)
+        self._records = RolloutRecords(
+            folder, share, decode=self._decode, ended=run.rollout_spec.ended
+        )
 
     def restore(self, step: int) -> None:
         """Remove records after `step`; at step 0 all, as step 0 is written again."""

@@ -251,6 +251,10 @@ def test_gemma_chat(tmp_path):
     assert "user\nAt sea.\n\nthe cat" in tokenizer.decode(system, keep_special=True)
     turn = tokenizer.decode(tokenizer.encode_turn("a cat"), keep_special=True)
     assert turn == "\n<start_of_turn>user\na cat<end_of_turn>\n<start_of_turn>model\n"
+    cut_off = tokenizer.decode(tokenizer.encode_turn("a cat", has_end=False), keep_special=True)
+    assert cut_off == "<end_of_turn>" + turn
+    texts = tokenizer.token_texts()
+    assert "".join(texts[i] for i in tokenizer.encode("the cat")) == "the cat"
 
     write_gemma(tmp_path / "two.gguf", GEMMA2_CHAT)
     two = HuggingFaceTokenizer(tmp_path / "two.gguf", chat=True)
@@ -284,6 +288,9 @@ def test_smollm2_is_byte_pair_encoding(smollm2):
         assert tokenizer.encode(text) == reference_encode(text, vocab, merges, GPT2_SPLIT)
     for text in [*TEXTS, "naïve 日本語 🎉 ½ ٣\r\n", " .", "\u200b\n", " ' s"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    texts = tokenizer.token_texts()
+    for text in ("<answer> 12 </answer>", "so\n\n```python\n", "Observation: none"):
+        assert "".join(texts[i] for i in tokenizer.encode(text)) == text
 
 
 @pytest.mark.smollm2

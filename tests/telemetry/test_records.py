@@ -28,6 +28,11 @@ TEXTS = {0: "", 1: "", 2: "", 3: " ", 4: "3", 5: "1", 6: "4", 7: ">"}
 EOS = (1, 2)
 
 
+def ended(tokens, lens):
+    last = tokens[np.arange(len(lens)), lens - 1]
+    return (lens > 0) & np.isin(last, EOS)
+
+
 def decode(ids):
     assert all(type(i) is int for i in ids)
     return "".join(TEXTS[i] for i in ids)
@@ -65,7 +70,7 @@ MATH = np.array([1, 0.2, 0, 0], np.float32)
 
 
 def open_records(workdir, share=1.0, **overrides):
-    return RolloutRecords(workdir, share, **{"decode": decode, "eos_ids": EOS} | overrides)
+    return RolloutRecords(workdir, share, **{"decode": decode, "ended": ended} | overrides)
 
 
 def write(out, step=7, epoch=2, **changes):

@@ -7,8 +7,6 @@ import pytest
 
 from specrl_jax.telemetry.rollout_metrics import noise_metrics, reward_metrics, rollout_metrics
 
-EOS = (1, 2)
-
 # Four rows of at most five tokens: a draft kept whole, one kept in part and cut off at the end of
 # its slots, one refused at once, and no draft. 15 tokens, 5 of them kept.
 TOKENS = [[5, 6, 1, 0, 0], [5, 5, 7, 9, 8], [3, 3, 4, 2, 0], [4, 4, 4, 0, 0]]
@@ -21,16 +19,18 @@ def measure(
     tokens=TOKENS,
     lens=LENS,
     prefix_lens=PREFIX_LENS,
-    eos_ids=EOS,
     *,
     draft_lens=(0, 0, 0, 0),
     previous=([[0] * 5] * 4, [0] * 4),
     forced=(0, 0, 0, 0),
 ):
-    responses = map(np.array, (tokens, lens, prefix_lens))
+    tokens, lens, prefix_lens = map(np.array, (tokens, lens, prefix_lens))
+    last = tokens[np.arange(len(lens)), lens - 1]
     return rollout_metrics(
-        *responses,
-        eos_ids,
+        tokens,
+        lens,
+        prefix_lens,
+        (last == 1) | (last == 2),
         draft_lens=np.array(draft_lens),
         previous=tuple(map(np.array, previous)),
         forced=np.array(forced),
@@ -92,12 +92,6 @@ def test_forced_tokens_are_nobodys():
     # An episode whose own tokens were all kept is reused whole.
     values = measure([[5, 6, 9, 9, 1]] * 4, [5] * 4, [3, 2, 1, 0], forced=[2] * 4)
     assert values["rollout/full_reuse_ratio"] == 1 / 4
-
-
-def test_only_the_last_token_ends_a_response():
-    # Inside the response, in the padding, and where there is no response at all.
-    tokens, lens = [[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]], [3, 3, 2, 0]
-    assert measure(tokens, lens, [0] * 4, (1,))["rollout/truncated_fraction"] == 3 / 4
 
 
 # Rewards ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.generate import NoiseKey
+from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.episodes import ResponseScorer
 from specrl_jax.types import PartialRows, Rollout, Source
 
@@ -128,6 +129,28 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     inside = np.arange(R)[None, :] < rollout.lens[:, None]
     drawn = inside & (rollout.sources != Source.FORCED)
     np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
+
+
+def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
+    """ "3" is one token here: as a string, and as a token that ends responses."""
+    three = TOKENIZER.encode("3")[0]
+    stop = StopStrings.of(["3"], TOKENIZER.token_texts())
+    _, weights = ref.policy()
+    by_string = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of())
+    by_token = run(
+        pool, make_spec(slots=R, eos=(1, 2, three), accept="match"), weights, prompts_of()
+    )
+    check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
+    np.testing.assert_array_equal(by_string.scores.rewards, by_token.scores.rewards)
+    np.testing.assert_array_equal(by_string.turns, by_token.turns)
+    forced = host(by_string.result.rollout).sources == Source.FORCED
+    tokens = by_string.tokens
+    assert np.any((tokens[:, :-1] == three) & forced[:, 1:])
+    # As drafts they are kept whole, turn by turn.
+    drafts = ref.as_drafts(by_string.result.rollout)
+    again = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of(), drafts=drafts)
+    np.testing.assert_array_equal(again.tokens, tokens)
+    assert not again.result.stats.row_steps
 
 
 TREES = "trees, few rows"

@@ -29,6 +29,7 @@ from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass, distributions
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import TokenDistributions
+from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
 from specrl_jax.types import Source, TokenColumns
 
@@ -173,10 +174,21 @@ def policy_at(
     return distributions(model, hidden, rows.seeds, positions, spec.sampling, spec.stored_logprobs)
 
 
+def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
+    """Mark the tokens that end a turn among those [b, T] that the rows get, bool [b, T]."""
+    window = spec.stop_window
+    if not window:
+        return spec.turn_ends(new)
+    own = jnp.where(rows.sources == Source.FORCED, NOTHING, rows.tokens)
+    own = jnp.pad(own, ((0, 0), (window, 0)), constant_values=NOTHING)
+    before = read_slots(own, rows.lens, window)
+    return spec.turn_ends(jnp.concatenate([before, new], axis=1))
+
+
 def append(
     spec: RolloutSpec, rows: Rows, new: TokenColumns, from_draft: Array, kind: Source
 ) -> tuple[Rows, Array]:
-    """Append tokens to rows that are not done, up to an end of sequence or a row's longest length.
+    """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
 
     new: [b, T], of which each row gets `from_draft` int32 [b] of a draft and one more. kind: source
     of the former. Returns the rows, and how many tokens each got, int32 [b].
@@ -185,8 +197,7 @@ def append(
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     active = ~rows.done
     count = jnp.minimum(from_draft + 1, rows.max_lens - rows.lens)
-    ends = functools.reduce(jnp.logical_or, [new.tokens == eos for eos in spec.eos_ids])
-    ends &= offsets < count[:, None]
+    ends = _ends(spec, rows, new.tokens) & (offsets < count[:, None])
     count = jnp.where(active, jnp.minimum(count, count_leading(~ends, count) + 1), 0)
     lens = rows.lens + count
     column = jnp.where(active, rows.lens, spec.response_slots)

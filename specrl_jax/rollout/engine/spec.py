@@ -1,12 +1,17 @@
 """Setup that stays the same from rollout to rollout."""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.rollout.stop_strings import NOTHING, StopStrings, turn_ends
 from specrl_jax.sharding import shards
 
 
@@ -29,7 +34,7 @@ class RolloutSpec:
     model: ModelConfig
     sampling: SamplingConfig
     accept: AcceptanceRule  # of drafts to verify
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]  # each ends a turn
     pad_id: int
     prompt_slots: int  # P
     response_slots: int  # R
@@ -42,6 +47,7 @@ class RolloutSpec:
     row_buckets: int = 4  # batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
     refresh: float = 0.0  # share of the drafts that are left out
+    stop: StopStrings | None = None  # texts that end a turn too
 
     @property
     def columns(self) -> int:
@@ -55,7 +61,13 @@ class RolloutSpec:
 
     @classmethod
     def from_config(
-        cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
+        cls,
+        config,
+        model: ModelConfig,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        stop: StopStrings | None = None,
     ) -> "RolloutSpec":
         """Return the training rollout of a config."""
         settings = config.rollout
@@ -78,6 +90,7 @@ class RolloutSpec:
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
             refresh=settings.draft_refresh,
+            stop=stop,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
@@ -93,6 +106,28 @@ class RolloutSpec:
             max_width=1,
             row_buckets=min(self.row_buckets, 2),  # it is rare: not worth the programs
         )
+
+    @property
+    def stop_window(self) -> int:
+        """Tokens before one that may decide whether it ends a turn."""
+        return self.stop.window if self.stop else 0
+
+    def turn_ends(self, tokens: Any, xp: Any = jnp) -> Any:
+        """Mark the tokens that end a turn, bool [B, T].
+
+        tokens: int32 [B, stop_window + T], NOTHING for those of no turn or of another; xp:
+        jax.numpy, or numpy on the host.
+        """
+        return turn_ends(self.eos_ids, self.stop, tokens, xp)
+
+    def ended(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """Mark the responses that came to an end, bool [B], on the host: others were cut off.
+
+        tokens: int32 [B, R]; lens: int32 [B].
+        """
+        places = lens[:, None] - 1 + np.arange(-self.stop_window, 1)
+        last = np.take_along_axis(tokens, np.maximum(places, 0), axis=1)
+        return self.turn_ends(np.where(places < 0, NOTHING, last), np)[:, 0]
 
     def check_max_rows(self) -> None:
         """Raise ValueError where `max_rows` holds less than a row on every shard of the batch."""

@@ -1,0 +1,125 @@
+"""Strings that end a turn, against Python's own search in the text."""
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+from rollout_reference import host
+
+from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.rollout.stop_strings import (
+    NOTHING,
+    StopStrings,
+    cut_at_stop,
+    make_stop_strings,
+    turn_ends,
+)
+
+TEXT = st.text("ab<", max_size=3)
+STRING = st.text("ab<", min_size=1, max_size=4)
+# Of the tokens of `ref.MODEL`: one token may hold the end of a string, all of it, or nothing.
+TEXTS = ["", "", "a", "b", "ba", "ab", "c", "aa", "bca", "cab", "a", "b", "ca", "c", "bb", "ac"]
+STRINGS = ("cab", "bb")
+
+
+def first_end(texts: list[str], strings) -> int:
+    """Return the first token whose text completes a string; the number of tokens without one."""
+    for count in range(1, len(texts) + 1):
+        if any(string in "".join(texts[:count]) for string in strings):
+            return count - 1
+    return len(texts)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(STRING, min_size=1, max_size=3),
+    st.lists(TEXT.filter(bool), min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+)
+def test_the_first_end_is_where_the_text_has_a_string(strings, vocab, ids):
+    ids = [i % len(vocab) for i in ids]
+    stop = StopStrings.of(strings, vocab)
+    marks = stop.ends(np.array([[NOTHING] * stop.window + ids]), np)[0]
+    assert np.argmax([*marks, True]) == first_end([vocab[i] for i in ids], strings)
+
+
+def test_what_another_said_is_no_part_of_a_string():
+    stop = StopStrings.of(["ab"], ["a", "b", ""])
+    marks = turn_ends((2,), stop, np.array([[NOTHING, 0, NOTHING, 1, 0, 1, 2]]), np)
+    np.testing.assert_array_equal(marks, [[False, False, False, False, True, True]])
+
+
+@pytest.fixture(scope="module")
+def plain(make_mesh):
+    """(weights, rollout without strings); many responses are as long as they may be."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        _, weights = ref.policy(model=ref.ONE_LAYER)
+        rollout, _ = ref.run(ref.match_spec(eos=(1,), slots=6), weights, ref.random_prompts())
+        return weights, host(rollout)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, sizes, width):
+    """With tree drafts, with the plain responses as drafts, in few rows, on one device and more."""
+    _, expected = plain
+    stop = StopStrings.of(STRINGS, TEXTS)
+    spec = ref.match_spec(width, eos=(1,), slots=6, stop=stop, max_rows=16, row_buckets=2)
+    with jax.set_mesh(make_mesh(*sizes)):
+        _, weights = ref.policy(model=ref.ONE_LAYER)
+        options = {}
+        if width > 1:
+            options["history"] = ref.history_of(spec, expected.tokens, expected.lens)
+        without, _ = ref.run(spec, weights, ref.random_prompts(), **options)
+        drafts = ref.plain_drafts(expected.tokens, expected.lens)
+        drafted, _ = ref.run(spec, weights, ref.random_prompts(), drafts=drafts, **options)
+        without = host(without)
+        drafted = host(drafted)
+    stopped = 0
+    for row, count in enumerate(expected.lens.tolist()):
+        texts = [TEXTS[i] for i in expected.tokens[row, :count].tolist()]
+        length = min(first_end(texts, STRINGS) + 1, count)
+        stopped += length < count
+        for rollout in (without, drafted):
+            assert rollout.lens[row] == length
+            np.testing.assert_array_equal(
+                rollout.tokens[row, :length], expected.tokens[row, :length]
+            )
+        assert drafted.prefix_lens[row] == length
+    assert stopped > 8
+    ended = spec.ended(without.tokens, without.lens)
+    texts = ["".join(TEXTS[i] for i in row[:n]) for row, n in zip(without.tokens, without.lens)]
+    last = without.tokens[np.arange(len(texts)), without.lens - 1]
+    assert ended.tolist() == [
+        any(string in text for string in STRINGS) or end == 1 for text, end in zip(texts, last)
+    ]
+    assert not ended.all()
+
+
+def test_only_the_last_token_ends_a_response():
+    """Inside the response, in the padding, and where there is no response at all."""
+    tokens = np.array([[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]])
+    ended = ref.make_spec(eos=(1,)).ended(tokens, np.array([3, 3, 2, 0]))
+    np.testing.assert_array_equal(ended, [False, True, False, False])
+
+
+def test_what_rewards_see():
+    strings = ("</a>", "/a")
+    assert cut_at_stop("x</a> y", strings, keep=True) == "x</a"  # "/a" ends first
+    assert cut_at_stop("x</a> y", strings, keep=False) == "x<"
+    assert cut_at_stop("x<a> y", strings, keep=False) == "x<a> y"
+    assert cut_at_stop("1</a>2</a>", ("</a>",), keep=True) == "1</a>"
+
+
+def test_strings_of_a_configuration():
+    config = ConfigDict({"rollout": {"stop": " ab  c "}})
+    tokenizer = CharacterTokenizer("abc")
+    stop = make_stop_strings(config, tokenizer)
+    assert stop.strings == ("ab", "c")
+    assert make_stop_strings(ConfigDict({"rollout": {"stop": " "}}), tokenizer) is None
+    config.rollout.stop = "ad"
+    with pytest.raises(ValueError, match="must hold every character, 'd' is missing"):
+        make_stop_strings(config, tokenizer)
