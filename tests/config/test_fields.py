@@ -44,6 +44,7 @@ IDLE_BY_REASON = [
     ({"reward.name": "format"}, "reward.name", "format", "math",
      {"reward.thought_tags": "[T] [/T]"}),
     ({}, "tokenizer.source", "characters", "", {"reward.keep_special_tokens": True}),
+    ({}, "rollout.stop", "''", "'</answer>'", {"reward.keep_stop": False}),
     ({}, "reward.overlong_tokens", "0", "4", {"reward.overlong_penalty": 1.0}),
     (NONE, "rollout.draft", "none", "previous",
      {"rollout.draft_age": 2, "rollout.accept": "ratio", "rollout.lenience": 2.0,
