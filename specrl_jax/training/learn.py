@@ -165,7 +165,7 @@ def select_rows(
     rows = np.arange(len(host.tokens))
     if keep := ROW_SELECTIONS[updates.select]:
         # All tokens of a response have the same advantage, and the first is the policy's.
-        advantages = hosts.fetch(batch.advantages[:, 0])
+        advantages = hosts.fetch(batch.advantages)[:, 0]
         rows = draw_pairs(keep, advantages, run.trained_group_size, rng)
         taken = len(np.unique(rows)) / len(rows)
         return batch, host, rows, {"update/selected_fraction": taken}
