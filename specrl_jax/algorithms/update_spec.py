@@ -76,7 +76,6 @@ class UpdateSpec:
     logits_chunk: int  # tokens
     micro_batch_size: int  # rows of the longest length at once, at most; 0: no bound
     packing: str = "trie"  # key of PACKINGS
-    token_budget: int = 0  # tokens that the sum of the loss is divided by; 0: as many as there are
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
@@ -95,6 +94,7 @@ def make_update_spec(
     loss |= {
         "masks": masks_from(config.algorithm.mask),
         "old_logprobs": config.updates.old_logprobs,
+        "token_budget": config.updates.token_budget,
         "max_response_len": config.rollout.response_len,
         "group_size": config.rollout.group_size,
     }
@@ -106,7 +106,6 @@ def make_update_spec(
         logits_chunk=config.rollout.logits_chunk,
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
-        token_budget=config.updates.token_budget,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
         skip_nonfinite=config.updates.skip_nonfinite > 0,

@@ -79,7 +79,8 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
 def test_a_budget_divides_the_sum_over_the_rows_that_are_taken(mesh):
     """Of 12 tokens 7 are taken: two rows, one of them cut. The sum is divided by a budget of 9."""
     batch = dataclasses.replace(host_batch(), response_lens=np.array([3, 0, 4, 0], np.int32))
-    update_spec = dataclasses.replace(LEARNER, token_budget=9)
+    settings = dataclasses.replace(LOSS, token_budget=9)
+    update_spec = dataclasses.replace(LEARNER, loss=settings)
     got, metrics = gradient(update_spec, batch, included=batch.response_lens > 0)
     value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, [0, 2]) * 7 / 9))(
         place_params()
