@@ -198,6 +198,8 @@ def base() -> ConfigDict:
     updates.micro_batch_size = 0  # at most so many rows at once, to save memory; 0: no bound
     updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
     updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
+    updates.select = "all"  # all rows | outer_pairs (Shuffle-R1) | random_pairs (its control)
+    updates.token_budget = 0  # C3PO: an update takes random rows up to so many tokens; 0: all
     updates.passes = 1  # passes over each rollout; paper 1
     updates.learning_rate = 3e-4  # AdamW; paper 5e-7
     updates.schedule = "linear"  # constant | linear | cosine (to 0 over the run); paper constant

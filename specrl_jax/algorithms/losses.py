@@ -38,6 +38,7 @@ class LossConfig:
     clip_high: float = 0.28  # ε_high, >= 0
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
+    token_budget: int = 0  # what an update divides by in place of the aggregation's count; 0: off
     kl_coef: float = 0.0  # β, weight of the KL, or of the log-ratios in pairs
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy

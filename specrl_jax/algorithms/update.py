@@ -143,7 +143,9 @@ def _gradients(
         before = logprobs(update_spec, policy, packed)
         rows, pair_sums = weigh_pairs(rows, before, update_spec.loss)
     weights = (state.params, state.critic)
-    policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
+    policy_count = update_spec.loss.token_budget
+    if not policy_count:
+        policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
     token_count = jnp.sum(rows.mask)
     computed_count = jnp.sum(rows.mask & (packed.nodes >= 0))
     size = packed.sequences.tokens[0].size

@@ -94,6 +94,7 @@ def make_update_spec(
     loss |= {
         "masks": masks_from(config.algorithm.mask),
         "old_logprobs": config.updates.old_logprobs,
+        "token_budget": config.updates.token_budget,
         "max_response_len": config.rollout.response_len,
         "group_size": config.rollout.group_size,
     }

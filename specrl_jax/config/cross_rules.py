@@ -100,6 +100,38 @@ def _pairs(config: ConfigDict) -> Iterator[Check]:
     yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
 
 
+def _selected_rows(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of updates that do not take every row once."""
+    algorithm = config.algorithm
+    updates = config.updates
+    pairs = table("algorithms.losses:compares_pairs")(algorithm.objective)
+    objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
+    if meaning(config, "updates.select") is not None:
+        where = f"where updates.select is {updates.select}"
+        group = table("training.group_buffer:trained_group_size")(config)
+        rule = f"all where a step trains on groups of {group} (half of a group's pairs stay)"
+        yield "updates.select", rule, group % 4 == 0
+        yield "updates.select", f"all {objective}", not pairs
+        advantage = table("algorithms.advantages:choose_advantage")(config)
+        rule = f"none {where} (it compares responses of a group)"
+        yield "critic.kind", rule, not advantage.needs_critic
+        rule = f"0 {where} (a solution has no advantage)"
+        yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+        yield "updates.token_budget", f"0 {where}", not updates.token_budget
+    if not updates.token_budget:
+        return
+    where = "where updates.token_budget is > 0"
+    least = config.rollout.response_len
+    rule = f"0 or in [{least}, {least * updates.mini_batch_size}], one to all responses of a "
+    fits = least <= updates.token_budget <= least * updates.mini_batch_size
+    yield "updates.token_budget", rule + "mini-batch at their longest", fits
+    yield "updates.token_budget", f"0 {objective}", not pairs
+    rule = f"0 {where} (it may leave the solution out)"
+    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+    by_token = meaning(config, "algorithm.aggregation") is table("algorithms.losses:TOKEN_MEAN")
+    yield "algorithm.aggregation", f"token {where} (it is what the sum is divided by)", by_token
+
+
 def _drafts(config: ConfigDict) -> Iterator[Check]:
     rollout = config.rollout
     drafts = meaning(config, "rollout.draft")
@@ -218,6 +250,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _groups,
     _rewards_apart,
     _pairs,
+    _selected_rows,
     _drafts,
     _carry_over,
     _environment,

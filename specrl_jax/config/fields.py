@@ -343,6 +343,8 @@ FIELDS: dict[str, Field] = {
     "updates.skip_no_signal": _row(
         SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=ORIGIN
     ),
+    "updates.select": _row(one_of("algorithms.row_selection:ROW_SELECTIONS"), may_change=ORIGIN),
+    "updates.token_budget": _row(integer(), may_change=ORIGIN),
     "updates.passes": _row(integer(1), may_change=ORIGIN),
     "updates.learning_rate": _row(WEIGHT, may_change=ORIGIN),
     "updates.schedule": _row(one_of("algorithms.update_spec:SCHEDULES"), may_change=ORIGIN),

@@ -130,6 +130,8 @@ METRICS: dict[str, Metric] = {
     ),
     "draft_head/grad_norm": Metric("draft head's gradient norm before clipping, mean", "1"),
     "update/signal_fraction": Metric("share of rows whose loss has a gradient: the computed", "1"),
+    "update/selected_fraction": Metric("share of the step's rows that its updates take", "1"),
+    "update/budget_filled": Metric("tokens that the updates take / updates.token_budget", "1"),
     "update/computed_fraction": Metric("slots computed / slots of padded rows", "1"),
     "update/solutions": Metric("share of groups whose solution is learned", "1"),
     "update/grad_norm": Metric("global gradient norm before clipping, mean over updates", "1"),

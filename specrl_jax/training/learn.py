@@ -16,6 +16,7 @@ from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.losses import compares_pairs, policy_metrics
+from specrl_jax.algorithms.row_selection import ROW_SELECTIONS, cut_to_budget, draw_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     RowTokens,
@@ -32,6 +33,9 @@ from specrl_jax.training.build import frozen_steps
 from specrl_jax.training.collect import TrainBatch
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch
+
+# Sets the draws of rows apart from others of the same seed and step.
+_SELECTION = 2
 
 
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
@@ -106,7 +110,9 @@ def _update_by_mini_batches(
 ) -> dict[str, float]:
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    batch, values = _with_other_logprobs(run, state, batch, host)
+    batch, host, rows, values = select_rows(run, state, batch, host)
+    batch, more = _with_other_logprobs(run, state, batch, host)
+    values |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         host = RowTokens.fetch(batch)
@@ -126,7 +132,7 @@ def _update_by_mini_batches(
         )
         history.append(sums)
 
-    for packed in pack_mini_batches(run, batch, host):  # the next one while the device works
+    for packed in pack_mini_batches(run, batch, host, rows):  # the next one while the device works
         mini_batches.append(packed)
         make_update(packed)
     for packed in mini_batches * (settings.passes - 1):
@@ -145,6 +151,40 @@ def _count_updates(opt_state: Any) -> int:
     """Return how many updates an optimizer has made."""
     (_, count), *_ = optax.tree.get_all_with_path(opt_state, "count")
     return int(hosts.fetch(count))
+
+
+def select_rows(
+    run: Run, state: RunState, batch: Batch, host: RowTokens
+) -> tuple[Batch, RowTokens, np.ndarray, dict[str, float]]:
+    """Return the batch, its rows cut to what the updates take, their ids int [B], and metrics.
+
+    A row that is left out by `updates.token_budget` has the length 0.
+    """
+    updates = run.config.updates
+    rng = np.random.default_rng([run.config.seed, _SELECTION, state.step])
+    rows = np.arange(len(host.tokens))
+    if keep := ROW_SELECTIONS[updates.select]:
+        # All tokens of a response have the same advantage, and the first is the policy's.
+        advantages = hosts.fetch(batch.advantages)[:, 0]
+        rows = draw_pairs(keep, advantages, run.trained_group_size, rng)
+        taken = len(np.unique(rows)) / len(rows)
+        return batch, host, rows, {"update/selected_fraction": taken}
+    budget = updates.token_budget
+    if not budget:
+        return batch, host, rows, {}
+    mask = hosts.fetch(batch.mask)
+    lens = np.zeros_like(host.response_lens)
+    tokens = []
+    for part in _mini_batches(run, rows):
+        lens[part] = cut_to_budget(host.response_lens[part], mask[part], budget, rng)
+        tokens.append(min(np.sum(mask[part]), budget))
+    batch = dataclasses.replace(batch, response_lens=put(lens, "batch"))
+    host = host._replace(response_lens=lens)
+    metrics = {
+        "update/selected_fraction": np.mean(lens > 0),
+        "update/budget_filled": np.mean(tokens) / budget,
+    }
+    return batch, host, rows, metrics
 
 
 def _with_other_logprobs(
@@ -201,18 +241,22 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
     )
 
 
-def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> Iterator[PackedRows]:
-    """Yield the step's mini-batches, in the order of rows, without rows that teach nothing."""
-    rows = np.arange(len(batch.tokens))
-    updates = run.config.updates
+def _mini_batches(run: Run, rows: np.ndarray) -> list[np.ndarray]:
+    return np.split(rows, len(rows) // run.config.updates.mini_batch_size)
+
+
+def pack_mini_batches(
+    run: Run, batch: Batch, host: RowTokens, rows: np.ndarray
+) -> Iterator[PackedRows]:
+    """Yield the mini-batches of `rows` in order, without rows that teach nothing."""
     algorithm = run.config.algorithm
-    included = np.ones(len(rows), bool)
+    included = host.response_lens > 0
     # They give a gradient to rows without an advantage.
     penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
     others = penalized or algorithm.entropy_coef or run.update_spec.critic
-    if updates.skip_no_signal and not others:
+    if run.config.updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
-    for part in np.split(rows, len(rows) // updates.mini_batch_size):
+    for part in _mini_batches(run, rows):
         yield pack_rows(run.update_spec, host, part, included[part])
 
 
@@ -224,7 +268,8 @@ def _has_signal(batch: Batch) -> Array:
 
 
 def _pack_all(run: Run, host: RowTokens) -> PackedRows:
-    return pack_rows(run.update_spec, host, np.arange(len(host.tokens)))
+    included = host.response_lens > 0
+    return pack_rows(run.update_spec, host, np.arange(len(host.tokens)), included)
 
 
 # Stage → what its scalars begin with, the field of its learning rate.

@@ -76,6 +76,32 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
+def test_a_budget_divides_the_sum_over_the_rows_that_are_taken(mesh):
+    """Of 12 tokens 7 are taken: two rows, one of them cut. The sum is divided by a budget of 9."""
+    batch = dataclasses.replace(host_batch(), response_lens=np.array([3, 0, 4, 0], np.int32))
+    settings = dataclasses.replace(LOSS, token_budget=9)
+    update_spec = dataclasses.replace(LEARNER, loss=settings)
+    got, metrics = gradient(update_spec, batch, included=batch.response_lens > 0)
+    value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, [0, 2]) * 7 / 9))(
+        place_params()
+    )
+    assert distance(got, want) <= 2e-6
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert metrics["tokens"] == 7
+
+
+def test_a_row_counts_as_often_as_it_is_taken(make_mesh):
+    """On four devices, against rows that are scored one by one on one device."""
+    batch = host_batch()
+    rows = np.array([3, 2, 3, 3])
+    with jax.set_mesh(make_mesh(2, 2, 1)):
+        got, metrics = gradient(LEARNER, batch, rows=rows)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        want = jax.jit(jax.grad(lambda p: plain_loss(p, batch, LOSS, rows)))(place_params())
+    assert distance(got, want) <= 2e-6
+    assert metrics["tokens"] == batch.response_lens[rows].sum()
+
+
 def _plain_values(trunk, head, batch: Batch, row: int):
     """V of the states before each token of a response, from a pass over this row alone."""
     first, count = batch.prompt_lens[row], batch.response_lens[row]

@@ -79,14 +79,14 @@ def test_the_update_takes_its_fields_from_the_config():
         {
             "algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25,
             "rollout.temperature": 0.7, "algorithm.mask.token_high": 5.0,
-            "updates.old_logprobs": "recompute",
+            "updates.old_logprobs": "recompute", "updates.token_budget": 20,
         }
     )  # fmt: skip
     update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
     elsewhere = {
         "max_response_len": 6, "group_size": 8, "old_logprobs": "recompute",
-        "masks": (("token_high", 5.0),),
+        "token_budget": 20, "masks": (("token_high", 5.0),),
     }  # fmt: skip
     assert dataclasses.asdict(update_spec.loss) == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)

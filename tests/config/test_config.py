@@ -36,6 +36,8 @@ CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
 GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
 DPO = {"algorithm.advantage": "pair", "algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
+PAIRS = {"updates.select": "outer_pairs"}
+BUDGET = {"updates.token_budget": 20}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5}, "updates.mini_batch_size", "a divisor of the 32 responses"),
@@ -91,6 +93,18 @@ IMPOSSIBLE = [
      "updates.mini_batch_size", "a multiple of rollout.group_size = 8"),
     (DPO | SPEED | {"curriculum.reuse_screening": False, "updates.mini_batch_size": 8},
      "curriculum.reuse_screening", "True where algorithm.objective is dpo"),
+    (PAIRS | {"rollout.group_size": 6, "updates.mini_batch_size": 8}, "updates.select",
+     "all where a step trains on groups of 6"),
+    (PAIRS | DPO, "updates.select", "all where algorithm.objective is dpo"),
+    (PAIRS | {"critic.kind": "head"}, "critic.kind", "none where updates.select is outer_pairs"),
+    (PAIRS | SOLUTIONS, "algorithm.solution_coef", "0 where updates.select is outer_pairs"),
+    (PAIRS | BUDGET, "updates.token_budget", "0 where updates.select is outer_pairs"),
+    ({"updates.token_budget": 5}, "updates.token_budget", r"0 or in \[6, 96\]"),
+    ({"updates.token_budget": 97}, "updates.token_budget", r"0 or in \[6, 96\]"),
+    (BUDGET | DPO, "updates.token_budget", "0 where algorithm.objective is dpo"),
+    (BUDGET | SOLUTIONS, "algorithm.solution_coef", "0 where updates.token_budget is > 0"),
+    (BUDGET | {"algorithm.aggregation": "sequence"}, "algorithm.aggregation",
+     "token where updates.token_budget is > 0"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip

@@ -53,6 +53,84 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeyp
         np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
 
 
+SELECTED = SOME_SIGNAL | {"train.steps": 2, "updates.skip_no_signal": False}
+PAIRS = SELECTED | {"updates.select": "outer_pairs"}
+BUDGET = SELECTED | {"updates.token_budget": 20}
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Of each update its rows, and the tokens and advantages of the batch; and its sums."""
+    seen, real = [], learn.update
+
+    def update(update_spec, state, batch, packed, **options):
+        arrays = jax.device_get((packed.rows, batch.mask, batch.advantages, packed.nodes))
+        state, sums = real(update_spec, state, batch, packed, **options)
+        seen.append((*arrays, jax.device_get(sums)))
+        return state, sums
+
+    monkeypatch.setattr(learn, "update", update)
+    return seen
+
+
+def _assert_goes_on(changes, whole, parts):
+    """A run of two steps is that of two runs of one."""
+    loop.train(small_config(changes | {"train.steps": 1}), parts)
+    loop.train(small_config(changes), parts)
+    assert_same_run(parts, whole, 2)
+
+
+def test_updates_take_pairs_of_a_group_by_their_advantages(mesh, tmp_path, watched):
+    loop.train(small_config(PAIRS), tmp_path / "run")
+    steps = records(tmp_path / "run")[1:]
+    for step in (0, 1):
+        updates = watched[2 * step : 2 * step + 2]
+        pairs = np.concatenate([rows for rows, *_ in updates]).reshape(-1, 2)
+        assert len(pairs) == 16
+        advantages = updates[0][2][:, 0]
+        groups = np.sort(advantages.reshape(4, 8), axis=1)
+        for best, worst in pairs:
+            assert best // 8 == worst // 8
+            of_group = groups[best // 8]
+            # The two best and the two worst of eight stay.
+            assert advantages[best] >= of_group[6]
+            assert advantages[worst] <= of_group[1]
+            assert of_group[0] < of_group[7]  # a group without signal is never drawn
+        share = len(np.unique(pairs)) / 32
+        assert steps[step]["update/selected_fraction"] == share <= 1 / 2
+        for rows, mask, _, _, sums in updates:
+            assert sums["tokens"] == mask[rows].sum()
+    _assert_goes_on(PAIRS, tmp_path / "run", tmp_path / "parts")
+
+
+def test_updates_take_a_budget_of_tokens(mesh, tmp_path, watched):
+    """20 of some 80 tokens of each mini-batch of 16 rows; two updates a step."""
+    loop.train(small_config(BUDGET), tmp_path / "run")
+    assert [sums["tokens"] for *_, sums in watched] == [20] * 4
+    steps = records(tmp_path / "run")[1:]
+    for step, record in enumerate(steps):
+        updates = watched[2 * step : 2 * step + 2]
+        taken = updates[0][1].any(axis=1)
+        assert record["update/selected_fraction"] == taken.mean() < 1 / 2
+        assert record["update/budget_filled"] == 1
+        for rows, mask, _, nodes, _ in updates:
+            np.testing.assert_array_equal(nodes >= 0, mask[rows])
+    _assert_goes_on(BUDGET, tmp_path / "run", tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [PAIRS, BUDGET], ids=["pairs", "budget"])
+def test_eight_devices_take_the_same_rows(make_mesh, tmp_path, watched, changes):
+    for shape in [(1, 1, 1), (2, 2, 2)]:
+        with jax.set_mesh(make_mesh(*shape)):
+            loop.train(small_config(changes | {"train.steps": 1}), tmp_path / str(shape[0]))
+    for one, eight in zip(watched[:2], watched[2:], strict=True):
+        np.testing.assert_array_equal(one[0], eight[0])
+        np.testing.assert_array_equal(one[1], eight[1])
+        assert one[4]["loss"] == pytest.approx(eight[4]["loss"], rel=1e-4, abs=1e-6)
+        assert one[4]["grad_norm"] == pytest.approx(eight[4]["grad_norm"], rel=1e-4)
+
+
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, monkeypatch):
     """Two functions and the price of length, each normalised in its group: by NumPy."""
     seen, update, score = [], learn.update, loop.take_batch

@@ -33,7 +33,9 @@ DATA = warmup.Demonstrations(PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
 
 @functools.cache
 def _update_spec():
-    return make_update_spec(small_runs.small_config(), MODEL, optax.constant_schedule(0.0))
+    # The budget is not one of demonstrations.
+    config = small_runs.small_config({"updates.token_budget": 20})
+    return make_update_spec(config, MODEL, optax.constant_schedule(0.0))
 
 
 def _params(seed: int = 0):
