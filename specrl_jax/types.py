@@ -198,7 +198,8 @@ class Batch:
     tokens: Array  # int32 [B, T], right-padded
     prompt_lens: Array  # int32 [B]
     response_lens: Array  # int32 [B]
-    old_logprobs: Array  # float32 [B, R], as the rollout gave them
+    # float32 [B, R], as the rollout gave them: among all tokens, or among those of `support`
+    old_logprobs: Array
     advantages: Array  # float32 [B, R]
     # float32 [B, R], under the same policy by the update's arithmetic; None: not asked for
     recomputed_logprobs: Array | None = None
@@ -207,6 +208,9 @@ class Batch:
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
     weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
     forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
+    # int32 [B, R, k], ids that the truncated sampler allowed, as `logprobs.token_logprobs` reads
+    # them. None: log-probs are those of the whole vocabulary.
+    support: Array | None = None
     given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 
     @property

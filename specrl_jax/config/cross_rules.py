@@ -139,6 +139,20 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
+def _sampling_mask(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of tries, whose rows share the sampler's tokens where they share a prefix."""
+    if not config.algorithm.keep_sampling_mask or not meaning(config, "updates.packing").share:
+        return
+    reasons = {
+        "rollout.partial is > 0": config.rollout.partial > 0,
+        f"curriculum.name is {config.curriculum.name}": meaning(config, "curriculum.name").screens,
+        "algorithm.solution_coef is > 0": config.algorithm.solution_coef > 0,
+    }
+    for reason, holds in reasons.items():
+        rule = f"sequences or rows where algorithm.keep_sampling_mask is True and {reason}"
+        yield "updates.packing", rule, not holds
+
+
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
@@ -220,6 +234,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _pairs,
     _drafts,
     _carry_over,
+    _sampling_mask,
     _environment,
     _task,
     _solutions,

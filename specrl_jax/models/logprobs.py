@@ -12,7 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.transformer import Transformer, compute_head, final_logits, head_logits
-from specrl_jax.sharding import axes, reshard, shards
+from specrl_jax.sharding import COMPUTE, axes, reshard, shards
+
+# Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
+# are finite, and so are their exponentials.
+CUT_OFF_LOGPROB = -50.0
 
 
 def pick(scores: Array, tokens: Array) -> Array:
@@ -21,9 +25,44 @@ def pick(scores: Array, tokens: Array) -> Array:
     return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
 
 
-def token_logprobs(logits: Array, tokens: Array) -> Array:
-    """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...]."""
-    return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+def token_logprobs(logits: Array, tokens: Array, support: Array | None = None) -> Array:
+    """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...].
+
+    support: int32 [..., k], the ids S that a truncated sampler allowed at each token, and -1; None:
+        all. Then it is log π(y) / Σ_{j in S} π(j) with S fixed, the "keep sampling mask" of
+        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Outside S it is `CUT_OFF_LOGPROB`, without
+        gradient. A token whose S is empty is one of the whole vocabulary.
+    """
+    if support is None:
+        return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+    whole = jnp.all(support < 0, axis=-1)
+    allowed = _mark(logits, support) | whole[..., None]
+    # Reductions under a mask: a gradient through k gathered logits would be a second [..., V].
+    logprobs = pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1, where=allowed)
+    inside = whole | jnp.any(support == tokens[..., None], axis=-1)
+    return jnp.where(inside, logprobs, CUT_OFF_LOGPROB)
+
+
+def _mark(scores: Array, ids: Array) -> Array:
+    """Return bool [..., V], True at ids int32 [..., k]; scores: [..., V]."""
+    size = scores.shape[-1] // shards("vocab")
+    inner = (None,) * (scores.ndim - 2)
+
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
+    def mark_own(ids: Array) -> Array:
+        local, here = own_ids(size, ids)
+        nothing = jnp.zeros((*ids.shape[:-1], size), bool)
+        local = jnp.where(here, local, size)  # dropped
+        return jnp.put_along_axis(nothing, local, True, axis=-1, mode="drop", inplace=False)
+
+    return mark_own(reshard(ids, "batch", *inner, None))
+
+
+def own_ids(size: int, ids: Array) -> tuple[Array, Array]:
+    """Return the indices of ids in this device's `size` tokens of the vocabulary, and which are
+    among them; inside `shard_map`."""
+    local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
+    return local, (ids >= 0) & (local >= 0) & (local < size)
 
 
 def entropy(logits: Array) -> Array:

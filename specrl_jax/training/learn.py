@@ -37,7 +37,8 @@ from specrl_jax.types import Batch
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
     """Make all updates of a step: change `state.train`, return their metrics."""
     rewards, values = shaped_rewards(run, collected)
-    batch = make_batch(collected.prompts, collected.rollout)
+    keep_mask = run.config.algorithm.keep_sampling_mask
+    batch = make_batch(collected.prompts, collected.rollout, keep_mask)
     host = RowTokens.fetch(batch)
     batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
     values |= advantage_metrics
@@ -158,11 +159,12 @@ def _with_other_logprobs(
         return batch, values
     packed = _pack_all(run, host)
     if recompute:
-        old = logprobs(run.update_spec, state.policy(run.model), packed)
+        old = logprobs(run.update_spec, state.policy(run.model), packed, batch.support)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         batch = dataclasses.replace(batch, recomputed_logprobs=old)
     if penalized:
-        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
+        policy = state.reference.policy(run.model)
+        reference = logprobs(run.update_spec, policy, packed, batch.support)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 
@@ -198,7 +200,13 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
         response_lens=jnp.where(given, lens, batch.response_lens),
         advantages=jnp.where(given[:, None], 0, batch.advantages),
         given=given,
+        support=_all_tokens(batch.support, given),
     )
+
+
+def _all_tokens(support: Array | None, rows: Array) -> Array | None:
+    """Let the rows marked in bool [B] be of the whole vocabulary: no sampler wrote them."""
+    return None if support is None else jnp.where(rows[:, None, None], -1, support)
 
 
 def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> Iterator[PackedRows]:
