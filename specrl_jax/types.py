@@ -83,7 +83,7 @@ class Drafts:
     origin_logprobs: Array | None = None  # float32 [B, R], from the step that sampled each token
     origin_steps: Array | None = None  # int32 [B, R], that step
     # The k likeliest tokens of the sampling distribution, likeliest first. None unless the
-    # acceptance rule needs distributions.
+    # acceptance rule needs distributions, or the update the tokens that could be sampled.
     top_ids: Array | None = None  # int32 [B, R, k]
     top_logprobs: Array | None = None  # float32 [B, R, k]
 
@@ -142,9 +142,10 @@ class Rollout:
     lens: Array  # int32 [B], end of sequence included
     prefix_lens: Array  # int32 [B], tokens accepted from the draft
     # float32 [B, R], under this rollout's policy, with temperature, without top-k/top-p:
-    # the old log-probs of the update
+    # the old log-probs of the update, unless it keeps the sampling mask
     policy_logprobs: Array
-    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance
+    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance, and the
+    # old log-probs of an update that keeps the sampling mask
     sampling_logprobs: Array
     origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
     origin_steps: Array  # int32 [B, R], that step
