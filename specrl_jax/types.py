@@ -209,8 +209,8 @@ class Batch:
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
     weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
     forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
-    # int32 [B, R, k], ids that the truncated sampler allowed, as `logprobs.token_logprobs` reads
-    # them. None: log-probs are those of the whole vocabulary.
+    # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
+    # None: among all tokens.
     support: Array | None = None
     given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 

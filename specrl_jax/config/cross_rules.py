@@ -140,17 +140,21 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
 
 
 def _sampling_mask(config: ConfigDict) -> Iterator[Check]:
-    """Yield the rules of tries, whose rows share the sampler's tokens where they share a prefix."""
-    if not config.algorithm.keep_sampling_mask or not meaning(config, "updates.packing").share:
+    """Yield the rules of an update on the tokens that the sampler allowed."""
+    if not config.algorithm.keep_sampling_mask:
         return
-    reasons = {
+    where = "where algorithm.keep_sampling_mask is True"
+    rule = f"0 {where} (no sampler wrote a solution)"
+    yield "algorithm.solution_coef", rule, not config.algorithm.solution_coef
+    # Rows that share a prefix in a trie also share what the sampler allowed.
+    shares = meaning(config, "updates.packing").share
+    several = {
         "rollout.partial is > 0": config.rollout.partial > 0,
         f"curriculum.name is {config.curriculum.name}": meaning(config, "curriculum.name").screens,
-        "algorithm.solution_coef is > 0": config.algorithm.solution_coef > 0,
     }
-    for reason, holds in reasons.items():
-        rule = f"sequences or rows where algorithm.keep_sampling_mask is True and {reason}"
-        yield "updates.packing", rule, not holds
+    for reason, holds in several.items():
+        rule = f"sequences or rows {where} and {reason} (a group is of several policies)"
+        yield "updates.packing", rule, not (shares and holds)
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:

@@ -31,31 +31,32 @@ def token_logprobs(logits: Array, tokens: Array, support: Array | None = None) -
     support: int32 [..., k], the ids S that a truncated sampler allowed at each token, and -1; None:
         all. Then it is log π(y) / Σ_{j in S} π(j) with S fixed, the "keep sampling mask" of
         DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Outside S it is `CUT_OFF_LOGPROB`, without
-        gradient. A token whose S is empty is one of the whole vocabulary.
+        gradient.
     """
     if support is None:
         return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
-    whole = jnp.all(support < 0, axis=-1)
-    allowed = _mark(logits, support) | whole[..., None]
-    # Reductions under a mask: a gradient through k gathered logits would be a second [..., V].
-    logprobs = pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1, where=allowed)
-    inside = whole | jnp.any(support == tokens[..., None], axis=-1)
-    return jnp.where(inside, logprobs, CUT_OFF_LOGPROB)
+    lowest = jnp.finfo(logits.dtype).min  # finite: a token may have no id
+    allowed = jnp.where(support >= 0, scores_at(logits, support), lowest)
+    here = support == tokens[..., None]
+    logprobs = jnp.sum(jnp.where(here, allowed, 0.0), axis=-1) - jax.nn.logsumexp(allowed, axis=-1)
+    return jnp.where(jnp.any(here, axis=-1), logprobs, CUT_OFF_LOGPROB)
 
 
-def _mark(scores: Array, ids: Array) -> Array:
-    """Return bool [..., V], True at ids int32 [..., k]; scores: [..., V]."""
-    size = scores.shape[-1] // shards("vocab")
+def scores_at(scores: Array, ids: Array) -> Array:
+    """Return scores [..., V] at ids int32 [..., k]; 0 where an id is -1."""
     inner = (None,) * (scores.ndim - 2)
 
-    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
-    def mark_own(ids: Array) -> Array:
-        local, here = own_ids(size, ids)
-        nothing = jnp.zeros((*ids.shape[:-1], size), bool)
-        local = jnp.where(here, local, size)  # dropped
-        return jnp.put_along_axis(nothing, local, True, axis=-1, mode="drop", inplace=False)
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
+    def pick_own(scores: Array, ids: Array) -> Array:
+        local, here = own_ids(scores.shape[-1], ids)
+        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
+        return jnp.where(here, values, 0.0)[..., None, :]
 
-    return mark_own(reshard(ids, "batch", *inner, None))
+    pieces = pick_own(
+        reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
+    )
+    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
+    return jnp.sum(pieces, axis=-2)
 
 
 def own_ids(size: int, ids: Array) -> tuple[Array, Array]:

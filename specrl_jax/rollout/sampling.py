@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.head import folded_rows
-from specrl_jax.models.logprobs import own_ids, pick
+from specrl_jax.models.logprobs import own_ids, pick, scores_at
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
 from specrl_jax.types import TokenColumns
 
@@ -272,22 +272,9 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
 
     log_z: [..., 1], log Σ exp(scores), where it is known.
     """
-    inner = (None,) * (scores.ndim - 2)
-
-    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
-    def pick_own(scores: Array, ids: Array) -> Array:
-        local, here = own_ids(scores.shape[-1], ids)
-        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
-        return jnp.where(here, values, 0.0)[..., None, :]
-
-    pieces = pick_own(
-        reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
-    )
-    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
-    values = jnp.sum(pieces, axis=-2)
     if log_z is None:
         log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    return jnp.where(ids >= 0, values - log_z, -jnp.inf)
+    return jnp.where(ids >= 0, scores_at(scores, ids) - log_z, -jnp.inf)
 
 
 def likeliest_tokens(scores: Array, k: int) -> Array:

@@ -200,13 +200,7 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
         response_lens=jnp.where(given, lens, batch.response_lens),
         advantages=jnp.where(given[:, None], 0, batch.advantages),
         given=given,
-        support=_all_tokens(batch.support, given),
     )
-
-
-def _all_tokens(support: Array | None, rows: Array) -> Array | None:
-    """Let the rows marked in bool [B] be of the whole vocabulary: no sampler wrote them."""
-    return None if support is None else jnp.where(rows[:, None, None], -1, support)
 
 
 def pack_mini_batches(run: Run, batch: Batch, host: RowTokens) -> Iterator[PackedRows]:

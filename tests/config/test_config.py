@@ -58,7 +58,7 @@ IMPOSSIBLE = [
     (RECOMPUTE | {"rollout.partial": 1}, "updates.old_logprobs", "rollout.partial is > 0"),
     (KEPT_MASK | {"rollout.partial": 1}, "updates.packing", "True and rollout.partial is > 0"),
     (KEPT_MASK | {"curriculum.name": "speed"}, "updates.packing", "curriculum.name is speed"),
-    (KEPT_MASK | {"algorithm.solution_coef": 1.0}, "updates.packing", "solution_coef is > 0"),
+    (KEPT_MASK | SOLUTIONS, "algorithm.solution_coef", "0 where algorithm.keep_sampling_mask"),
     (RECOMPUTE | SPEED, "updates.old_logprobs", "curriculum.name is speed"),
     (RECOMPUTE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
     (CURRENT, "updates.old_logprobs", "a rollout feeds 2 updates"),
