@@ -154,6 +154,7 @@ def base() -> ConfigDict:
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off
     algorithm.importance_cap = 0.0  # TIS: cap of the weight π / what a token came from; 0: off
+    algorithm.keep_sampling_mask = False  # log-probs among the tokens that rollout.top_k allowed
     algorithm.mask = mask = ConfigDict()  # tokens without gradient, by r = π_train / π_rollout
     mask.token_low = 0.0  # a token's r below this; IcePop 0.5; 0: off, as below
     mask.token_high = 0.0  # a token's r above this; IcePop 5

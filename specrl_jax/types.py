@@ -83,7 +83,7 @@ class Drafts:
     origin_logprobs: Array | None = None  # float32 [B, R], from the step that sampled each token
     origin_steps: Array | None = None  # int32 [B, R], that step
     # The k likeliest tokens of the sampling distribution, likeliest first. None unless the
-    # acceptance rule needs distributions.
+    # acceptance rule needs distributions, or the update the tokens that could be sampled.
     top_ids: Array | None = None  # int32 [B, R, k]
     top_logprobs: Array | None = None  # float32 [B, R, k]
 
@@ -142,9 +142,10 @@ class Rollout:
     lens: Array  # int32 [B], end of sequence included
     prefix_lens: Array  # int32 [B], tokens accepted from the draft
     # float32 [B, R], under this rollout's policy, with temperature, without top-k/top-p:
-    # the old log-probs of the update
+    # the old log-probs of the update, unless it keeps the sampling mask
     policy_logprobs: Array
-    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance
+    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance, and the
+    # old log-probs of an update that keeps the sampling mask
     sampling_logprobs: Array
     origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
     origin_steps: Array  # int32 [B, R], that step
@@ -198,7 +199,8 @@ class Batch:
     tokens: Array  # int32 [B, T], right-padded
     prompt_lens: Array  # int32 [B]
     response_lens: Array  # int32 [B]
-    old_logprobs: Array  # float32 [B, R], as the rollout gave them
+    # float32 [B, R], as the rollout gave them: among all tokens, or among those of `support`
+    old_logprobs: Array
     advantages: Array  # float32 [B, R]
     # float32 [B, R], under the same policy by the update's arithmetic; None: not asked for
     recomputed_logprobs: Array | None = None
@@ -207,6 +209,9 @@ class Batch:
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
     weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
     forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
+    # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
+    # None: among all tokens.
+    support: Array | None = None
     given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 
     @property

@@ -1,5 +1,6 @@
 """Acceptance rules as tests call them, jitted, on host arrays; and the same by hand."""
 
+import functools
 import math
 
 import jax
@@ -13,7 +14,13 @@ accept_threshold = jax.jit(ACCEPTANCE_RULES["ratio"].accept_threshold)
 random_cut = jax.jit(ACCEPTANCE_RULES["random"].cut)
 count_leading = jax.jit(acceptance.count_leading)
 logprobs_at = jax.jit(sampling.logprobs_at)
-likeliest_tokens = jax.jit(sampling.likeliest_tokens, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def likeliest_tokens(scores, k):
+    """The k likeliest tokens, and their log-probs."""
+    ids = sampling.likeliest_tokens(scores, k)
+    return ids, sampling.logprobs_at(scores, ids)
 
 
 @jax.jit

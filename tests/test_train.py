@@ -97,8 +97,9 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_m
     assert [record["step"] for record in records(tmp_path / "run")][-1] == 2
 
 
-def test_every_metric_of_every_step_once(run):
+def test_every_metric_of_every_step_once(run, capsys):
     lines = records(run(EVALUATED | ALL_ROWS | TRUNCATED), times=True)
+    assert "algorithm.keep_sampling_mask=True makes them" in capsys.readouterr().out
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]
     for record in lines[1:]:

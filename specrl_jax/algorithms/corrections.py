@@ -1,8 +1,8 @@
 """Corrections for tokens that another policy sampled, or other arithmetic: weights and masks.
 
 Pure functions of arrays [B, R] in float32 nats, without gradient. `OLD_LOGPROBS` says which policy
-is the old one, `MASKS` which tokens are left out. All log-probs are at the rollout's temperature
-and without top-k and top-p. docs/off_policy.md says what to use when.
+is the old one, `MASKS` which tokens are left out. All log-probs are at the rollout's temperature,
+among the tokens of `Batch.support` or among all. docs/off_policy.md says what to use when.
 """
 
 import dataclasses

@@ -201,11 +201,12 @@ def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> 
 
     r = π(y) / π_old(y) weighs tokens of an older policy. Over y ~ π_old the mean of the gradient is
     that of KL(π ‖ π_ref), in every update of a step, and the mean of the value is KL(π ‖ π_ref) for
-    k1 and k3. Tokens that are not from π_old need the batch's importance weights, and with top-k or
-    top-p it does not hold. No clip binds the penalty. Contexts count as they were sampled: what a
-    token does to the KL of later tokens has no gradient, as in GRPO. r·k3 with the gradient through
-    r is the same (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). Differs from verl and GRPO, which leave
-    r out: there the gradient is right in the first update alone.
+    k1 and k3. Tokens that are not from π_old need the batch's importance weights. With top-k or
+    top-p it holds where all log-probs are among the sampler's tokens. No clip binds the penalty.
+    Contexts count as they were sampled: what a token does to the KL of later tokens has no
+    gradient, as in GRPO. r·k3 with the gradient through r is the same (DeepSeek-V3.2, arXiv
+    2512.02556, eq. 7). Differs from verl and GRPO, which leave r out: there the gradient is right
+    in the first update alone.
 
     estimator: key of KL_ESTIMATORS.
     ref_log_ratio: d = log π_ref(y) − log π(y) [B, R]; carries the gradient.

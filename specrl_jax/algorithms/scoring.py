@@ -24,7 +24,7 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
 from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
-from specrl_jax.sharding import axes, chunk_tokens, put, reshard, shards
+from specrl_jax.sharding import axes, chunk_tokens, put, reshape, reshard, shards, take_rows
 from specrl_jax.types import Batch
 
 # Tokens that a shard computes at once under any bound: fewer leave arithmetic idle, and the memory
@@ -35,7 +35,7 @@ LEAST_TOKENS = 256
 class TokenLogprobs(NamedTuple):
     """Log-probs of tokens under the weights being trained, and more; float32, [m, T] or [n, R]."""
 
-    logprobs: Array  # nats, at the rollout's temperature
+    logprobs: Array  # nats, at the rollout's temperature; among the sampler's tokens, where given
     entropy: Array  # nats
     values: Array | None  # of the state before each token, in units of reward; None: no critic
 
@@ -136,10 +136,15 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
 
 
 def score(
-    update_spec: UpdateSpec, params: Params, critic: Params | None, sequences: Sequences
+    update_spec: UpdateSpec,
+    params: Params,
+    critic: Params | None,
+    sequences: Sequences,
+    support_mTk: Array | None = None,
 ) -> tuple[TokenLogprobs, Array]:
     """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
+    support: from `slot_support`; log-probs are among these tokens, entropies among all.
     Returns [m, T], what the parent's state says of each slot's token; and the policy's states
     [m, T, D].
     """
@@ -147,11 +152,12 @@ def score(
     states_mTD = _states(model, sequences)
     hidden_mTD = take_slots(states_mTD, sequences.parents)
 
-    def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
+    def score_chunk(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
         logits = logits / update_spec.temperature
-        return token_logprobs(logits, tokens), entropy(logits)
+        return token_logprobs(logits, *inputs), entropy(logits)
 
-    scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, update_spec.logits_chunk)
+    inputs = (sequences.tokens, support_mTk)
+    scores = map_tokens(score_chunk, model, hidden_mTD, inputs, update_spec.logits_chunk)
     if critic is None:
         return TokenLogprobs(*scores, values=None), states_mTD
     decoder = critic_decoder(update_spec.model, critic)
@@ -172,12 +178,38 @@ def read_nodes(scores: Any, nodes_nR: Array) -> Any:
     return jax.tree.map(read, scores)
 
 
+def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
+    """Return the `Batch.support` of a micro-batch's slots, int32 [m, T, k]; None of None.
+
+    Rows that share a slot share what was before it, and so the sampler's tokens: the last row's are
+    taken. nodes: slots of the rows' tokens in [m * T]; others are of no row here.
+    """
+    if support_nRk is None:
+        return None
+    shape = sequences.tokens.shape
+    size = sequences.tokens.size
+    nodes = jax.sharding.reshard(nodes_nR, jax.P(None, None)).reshape(-1)
+    nodes = jnp.where(nodes < 0, size, nodes)  # dropped
+    owner = jnp.full(size, -1).at[nodes].max(jnp.arange(nodes.size), mode="drop")
+    support = reshape(support_nRk, (nodes.size, -1), "batch", None)
+    picked = jnp.where(owner[:, None] < 0, -1, take_rows(support, jnp.maximum(owner, 0)))
+    return reshape(picked, (*shape, -1), "batch", None, None)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def logprobs(update_spec: UpdateSpec, params: Params, packed: PackedRows) -> Array:
-    """Return log-probs [n, R] of packed rows (reference, old policy)."""
-    return _map_micro_batches(
-        lambda part: score(update_spec, params, None, part)[0].logprobs, packed
-    )
+def logprobs(
+    update_spec: UpdateSpec, params: Params, packed: PackedRows, support_nRk: Array | None = None
+) -> Array:
+    """Return log-probs [n, R] of packed rows (reference, old policy).
+
+    support: `Batch.support` of these rows.
+    """
+
+    def read(part: Sequences, nodes_nR: Array) -> Array:
+        support = slot_support(support_nRk, nodes_nR, part)
+        return score(update_spec, params, None, part, support)[0].logprobs
+
+    return _map_micro_batches(read, packed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -190,7 +222,7 @@ def critic_values(
     """Return the critic's values [n, R] of packed rows. frozen: as in `update.update`."""
     policy = adapted(update_spec.model, state.params, frozen)
     return _map_micro_batches(
-        lambda part: score(update_spec, policy, state.critic, part)[0].values, packed
+        lambda part, _: score(update_spec, policy, state.critic, part)[0].values, packed
     )
 
 
@@ -205,12 +237,16 @@ def _states(model: Transformer, sequences: Sequences) -> Array:
     return model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)[0]
 
 
-def _map_micro_batches(function: Callable[[Sequences], Array], packed: PackedRows) -> Array:
-    """Map `function(sequences)` [m, T] over the micro-batches that are used; return [n, R]."""
+def _map_micro_batches(function: Callable[[Sequences, Array], Array], packed: PackedRows) -> Array:
+    """Map `function(sequences, nodes)` [m, T] over the micro-batches that are used; return [n, R].
+
+    nodes: int32 [n, R], as `PackedRows.nodes`, in the micro-batch's slots; others lie outside.
+    """
+    size = packed.sequences.tokens[0].size
 
     def step(index: Array, slots_MmT: Array) -> Array:
         part = jax.tree.map(lambda x: x[index], packed.sequences)
-        return slots_MmT.at[index].set(function(part))
+        return slots_MmT.at[index].set(function(part, packed.nodes - index * size))
 
     start = jnp.zeros_like(packed.sequences.tokens, jnp.float32)
     slots_MmT = jax.lax.fori_loop(0, packed.count, step, start)

@@ -17,7 +17,7 @@ from jax import Array
 from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
 from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_loss, value_loss
 from specrl_jax.algorithms.preference import weigh_pairs
-from specrl_jax.algorithms.scoring import PackedRows, logprobs, read_nodes, score
+from specrl_jax.algorithms.scoring import PackedRows, logprobs, read_nodes, score, slot_support
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
@@ -30,24 +30,31 @@ Sums = dict[str, Array]  # float32 scalars, added over micro-batches
 Weights = tuple[Params, Params | None, Params | None]
 
 
-def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
-    """Return a rollout as the update reads it, all advantages 0."""
+def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> Batch:
+    """Return a rollout as the update reads it, all advantages 0.
+
+    keep_mask: with the tokens that the sampler allowed, and log-probs among them.
+    """
     group = rollout.lens.shape[0] // len(prompts.lens)
     prompt_lens = np.repeat(prompts.lens, group)
-    return _make_batch(np.repeat(prompts.tokens, group, axis=0), prompt_lens, rollout)
+    return _make_batch(np.repeat(prompts.tokens, group, axis=0), prompt_lens, rollout, keep_mask)
 
 
-@jax.jit
-def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batch:
+@functools.partial(jax.jit, static_argnames="keep_mask")
+def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout, keep_mask: bool) -> Batch:
     """Make the batch of prompts on the host by one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
+    support = None
+    if keep_mask:
+        support = jnp.where(jnp.isneginf(rollout.top_logprobs), -1, rollout.top_ids)
     return Batch(
         tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, rollout.tokens),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
-        old_logprobs=rollout.policy_logprobs,
+        old_logprobs=rollout.sampling_logprobs if keep_mask else rollout.policy_logprobs,
         forced=rollout.sources == Source.FORCED,
         advantages=jnp.zeros_like(rollout.policy_logprobs),
+        support=support,
     )
 
 
@@ -140,7 +147,7 @@ def _gradients(
     pair_sums: Sums = {}
     if compares_pairs(update_spec.loss.objective):
         policy = adapted(update_spec.model, state.params, frozen)
-        before = logprobs(update_spec, policy, packed)
+        before = logprobs(update_spec, policy, packed, rows.support)
         rows, pair_sums = weigh_pairs(rows, before, update_spec.loss)
     weights = (state.params, state.critic)
     policy_count = update_spec.loss.token_budget
@@ -153,7 +160,8 @@ def _gradients(
     def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         trained, critic_params = weights
         params = adapted(update_spec.model, trained, frozen)
-        scores, states = score(update_spec, params, critic_params, sequences)
+        support = slot_support(part.support, nodes, sequences)
+        scores, states = score(update_spec, params, critic_params, sequences, support)
         scores = read_nodes(scores, nodes)
         total, sums = policy_loss(
             scores.logprobs, scores.entropy, part, update_spec.loss, policy_count

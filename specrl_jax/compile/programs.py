@@ -149,7 +149,10 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
         scored["log-probs of the reference"] = run.reference_policy
     for name, params in scored.items():
-        yield _program(name, logprobs, update_spec, params, every, runs_model=True, kept=params)
+        yield _program(
+            name, logprobs, update_spec, params, every, run.batch.support, runs_model=True,
+            kept=params,
+        )  # fmt: skip
     if update_spec.critic:
         yield _program(
             "values", critic_values, update_spec, run.state, every, frozen=run.frozen,

@@ -266,7 +266,9 @@ class AbstractRun:
         config = self.config
         rows = config.rollout.prompts_per_step * trained_group_size(config)
         rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
-        batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
+        prompts = made_up_prompts(self.spec, rows)
+        keep_mask = config.algorithm.keep_sampling_mask
+        batch = abstract(lambda x: make_batch(prompts, x, keep_mask), rollout)
         values = None
         if self.update_spec.critic:
             evaluate = functools.partial(critic_values, self.update_spec)

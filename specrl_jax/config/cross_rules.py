@@ -171,6 +171,24 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
+def _sampling_mask(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of an update on the tokens that the sampler allowed."""
+    if not config.algorithm.keep_sampling_mask:
+        return
+    where = "where algorithm.keep_sampling_mask is True"
+    rule = f"0 {where} (no sampler wrote a solution)"
+    yield "algorithm.solution_coef", rule, not config.algorithm.solution_coef
+    # Rows that share a prefix in a trie also share what the sampler allowed.
+    shares = meaning(config, "updates.packing").share
+    several = {
+        "rollout.partial is > 0": config.rollout.partial > 0,
+        f"curriculum.name is {config.curriculum.name}": meaning(config, "curriculum.name").screens,
+    }
+    for reason, holds in several.items():
+        rule = f"sequences or rows {where} and {reason} (a group is of several policies)"
+        yield "updates.packing", rule, not (shares and holds)
+
+
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
@@ -253,6 +271,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _selected_rows,
     _drafts,
     _carry_over,
+    _sampling_mask,
     _environment,
     _task,
     _solutions,

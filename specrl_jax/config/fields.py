@@ -134,6 +134,7 @@ def _compares_pairs(config: ConfigDict) -> bool:
     return table("algorithms.losses:compares_pairs")(config.algorithm.objective)
 
 
+TOP_K = When("rollout.top_k", lambda c: c.rollout.top_k > 0, "20")
 BY_TOKEN = When("algorithm.objective", lambda c: not _compares_pairs(c))
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
 RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
@@ -304,6 +305,7 @@ FIELDS: dict[str, Field] = {
     "algorithm.entropy_coef": _row(FINITE, may_change=ORIGIN),
     "algorithm.solution_coef": _row(WEIGHT, may_change=ORIGIN),
     "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
+    "algorithm.keep_sampling_mask": _row(SWITCH, TOP_K, idle=False),
     "algorithm.mask.token_low": _row(BELOW_ONE, may_change=ORIGIN),
     "algorithm.mask.token_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
     "algorithm.mask.row_low": _row(BELOW_ONE, may_change=ORIGIN),

@@ -12,7 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.transformer import Transformer, compute_head, final_logits, head_logits
-from specrl_jax.sharding import axes, reshard, shards
+from specrl_jax.sharding import COMPUTE, axes, reshard, shards
+
+# Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
+# are finite, and so are their exponentials.
+CUT_OFF_LOGPROB = -50.0
 
 
 def pick(scores: Array, tokens: Array) -> Array:
@@ -21,9 +25,45 @@ def pick(scores: Array, tokens: Array) -> Array:
     return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
 
 
-def token_logprobs(logits: Array, tokens: Array) -> Array:
-    """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...]."""
-    return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+def token_logprobs(logits: Array, tokens: Array, support: Array | None = None) -> Array:
+    """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...].
+
+    support: int32 [..., k], the ids S that a truncated sampler allowed at each token, and -1; None:
+        all. Then it is log π(y) / Σ_{j in S} π(j) with S fixed, the "keep sampling mask" of
+        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Outside S it is `CUT_OFF_LOGPROB`, without
+        gradient.
+    """
+    if support is None:
+        return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+    lowest = jnp.finfo(logits.dtype).min  # finite: a token may have no id
+    allowed = jnp.where(support >= 0, scores_at(logits, support), lowest)
+    here = support == tokens[..., None]
+    logprobs = jnp.sum(jnp.where(here, allowed, 0.0), axis=-1) - jax.nn.logsumexp(allowed, axis=-1)
+    return jnp.where(jnp.any(here, axis=-1), logprobs, CUT_OFF_LOGPROB)
+
+
+def scores_at(scores: Array, ids: Array) -> Array:
+    """Return scores [..., V] at ids int32 [..., k]; 0 where an id is -1."""
+    inner = (None,) * (scores.ndim - 2)
+
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
+    def pick_own(scores: Array, ids: Array) -> Array:
+        local, here = own_ids(scores.shape[-1], ids)
+        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
+        return jnp.where(here, values, 0.0)[..., None, :]
+
+    pieces = pick_own(
+        reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
+    )
+    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
+    return jnp.sum(pieces, axis=-2)
+
+
+def own_ids(size: int, ids: Array) -> tuple[Array, Array]:
+    """Return the indices of ids in this device's `size` tokens of the vocabulary, and which are
+    among them; inside `shard_map`."""
+    local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
+    return local, (ids >= 0) & (local >= 0) & (local < size)
 
 
 def entropy(logits: Array) -> Array:

@@ -22,13 +22,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.head import folded_rows
-from specrl_jax.models.logprobs import pick
+from specrl_jax.models.logprobs import own_ids, pick, scores_at
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
 from specrl_jax.types import TokenColumns
-
-# Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
-# are finite, and so are their exponentials.
-CUT_OFF_LOGPROB = -50.0
 
 
 class Purpose(enum.IntEnum):
@@ -221,15 +217,25 @@ class TokenDistributions:
     seeds: Array  # uint32 [B, 2]
     positions: Array  # int32 [B, ...], of the tokens in their responses
     config: SamplingConfig
-    k: int  # likeliest tokens whose log-probs are kept
+    top_ids: Array | None  # int32 [B, ..., k], the likeliest tokens; None: they are not kept
 
     @classmethod
     def of(
         cls, logits: Array, seeds: Array, positions: Array, config: SamplingConfig, k: int = 0
     ) -> "TokenDistributions":
-        """Take the policy's logits [B, ..., V]; other arguments as the fields."""
+        """Take the policy's logits [B, ..., V]; k: likeliest tokens to keep; others as the fields.
+
+        With k >= top-k, the kept ones are all that can be sampled.
+        """
         logits = temper(logits, config)
-        return cls(logits, truncate(logits, config), seeds, positions, config, k)
+        cut = truncate(logits, config)
+        top_ids = likeliest_tokens(cut, k) if k else None
+        if 0 < config.top_k <= k:
+            # Of the tokens that tie for the last place, the first ones.
+            allowed = top_ids[..., : config.top_k]
+            nothing = jnp.zeros_like(allowed, cut.dtype)
+            cut = add_at(cut, allowed, nothing, elsewhere=nothing[..., 0] - jnp.inf)
+        return cls(logits, cut, seeds, positions, config, top_ids)
 
     def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
         """Sample a token from each distribution.
@@ -252,10 +258,10 @@ class TokenDistributions:
         if self.config.truncates:
             # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
             policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
-        if not self.k:
+        if self.top_ids is None:
             return TokenColumns(tokens, policy, sampling)
-        top_ids, top_logprobs = likeliest_tokens(self.cut, self.k, log_z)
-        return TokenColumns(tokens, policy, sampling, top_ids, top_logprobs)
+        top_logprobs = logprobs_at(self.cut, self.top_ids, log_z)
+        return TokenColumns(tokens, policy, sampling, self.top_ids, top_logprobs)
 
 
 # Single tokens of a distribution over a vocabulary that is split ----------------------------------
@@ -266,30 +272,16 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
 
     log_z: [..., 1], log Σ exp(scores), where it is known.
     """
-    inner = (None,) * (scores.ndim - 2)
-
-    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
-    def pick_own(scores: Array, ids: Array) -> Array:
-        local, here = _local(scores, ids)
-        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
-        return jnp.where(here, values, 0.0)[..., None, :]
-
-    pieces = pick_own(
-        reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
-    )
-    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
-    values = jnp.sum(pieces, axis=-2)
     if log_z is None:
         log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    return jnp.where(ids >= 0, values - log_z, -jnp.inf)
+    return jnp.where(ids >= 0, scores_at(scores, ids) - log_z, -jnp.inf)
 
 
-def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
-    """Find the k likeliest tokens of softmax(scores [..., V]), likeliest first.
+def likeliest_tokens(scores: Array, k: int) -> Array:
+    """Return the k tokens of the highest scores [..., V], int32 [..., k], highest first.
 
-    Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split
-    vocabulary every piece finds its own k first, so that scores are never gathered. log_z: as in
-    `logprobs_at`.
+    -1 where V < k; of ties the first. On a split vocabulary every piece finds its own k first, so
+    that scores are never gathered.
     """
     inner = (None,) * (scores.ndim - 2)
 
@@ -302,13 +294,10 @@ def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple
     values, ids = take_own(reshard(scores, "batch", *inner, "vocab"))
     values = reshard(values, "batch", *inner, None)
     ids = reshard(ids, "batch", *inner, None)
-    values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
+    _, order = jax.lax.top_k(values, min(k, values.shape[-1]))
     ids = jnp.take_along_axis(ids, order, axis=-1)
-    if log_z is None:
-        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    logprobs = values - log_z
     pad = ((0, 0),) * (scores.ndim - 1) + ((0, k - ids.shape[-1]),)
-    return jnp.pad(ids, pad, constant_values=-1), jnp.pad(logprobs, pad, constant_values=-jnp.inf)
+    return jnp.pad(ids, pad, constant_values=-1)
 
 
 def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
@@ -317,7 +306,7 @@ def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
 
     @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
     def add(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
-        local, here = _local(scores, ids)
+        local, here = own_ids(scores.shape[-1], ids)
         change = jnp.broadcast_to(elsewhere[..., None], scores.shape)
         local = jnp.where(here, local, scores.shape[-1])  # dropped
         return scores + jnp.put_along_axis(
@@ -330,10 +319,3 @@ def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
         reshard(values, "batch", *inner, None),
         reshard(elsewhere, "batch", *inner),
     )
-
-
-def _local(scores: Array, ids: Array) -> tuple[Array, Array]:
-    """Return the indices of ids in this device's piece of the vocabulary, and which are in it."""
-    size = scores.shape[-1]
-    local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
-    return local, (ids >= 0) & (local >= 0) & (local < size)

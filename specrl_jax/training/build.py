@@ -213,6 +213,13 @@ def _describe(run: Run, stream: PromptStream) -> None:
         f"one), {run.total_steps} in all",
         flush=True,
     )
+    config = run.config
+    if run.rollout_spec.sampling.truncates and not config.algorithm.keep_sampling_mask:
+        print(
+            "update: log-probs are among all tokens, but top-k and top-p sample from fewer; with "
+            "rollout.top_k, algorithm.keep_sampling_mask=True makes them those that sampled",
+            flush=True,
+        )
     if run.prompts.spelled:
         print(
             f"data: {run.prompts.spelled} training prompts hold letters of control tokens, which "
@@ -355,5 +362,5 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         generations=settings.draft_age,
         history=spec.draft_history,
         logprobs=not spec.accept.samples_anew,
-        k=spec.stored_logprobs,
+        k=spec.stored_logprobs if spec.accept.needs_distribution else 0,
     )

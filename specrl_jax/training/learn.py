@@ -41,7 +41,8 @@ _SELECTION = 2
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
     """Make all updates of a step: change `state.train`, return their metrics."""
     rewards, values = shaped_rewards(run, collected)
-    batch = make_batch(collected.prompts, collected.rollout)
+    keep_mask = run.config.algorithm.keep_sampling_mask
+    batch = make_batch(collected.prompts, collected.rollout, keep_mask)
     host = RowTokens.fetch(batch)
     batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
     values |= advantage_metrics
@@ -198,11 +199,12 @@ def _with_other_logprobs(
         return batch, values
     packed = _pack_all(run, host)
     if recompute:
-        old = logprobs(run.update_spec, state.policy(run.model), packed)
+        old = logprobs(run.update_spec, state.policy(run.model), packed, batch.support)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         batch = dataclasses.replace(batch, recomputed_logprobs=old)
     if penalized:
-        reference = logprobs(run.update_spec, state.reference.policy(run.model), packed)
+        policy = state.reference.policy(run.model)
+        reference = logprobs(run.update_spec, policy, packed, batch.support)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 

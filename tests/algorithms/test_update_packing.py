@@ -93,10 +93,24 @@ def _random_rows(seed: int) -> Batch:
     return Batch(tokens, prompt_lens, response_lens, **dict(zip(names, floats)))
 
 
+def _some_support(batch: Batch, seed: int) -> np.ndarray:
+    """Tokens that a sampler allowed, int32 [B, R, 4]: by the tokens before, with the token or not.
+    Of 12 tokens some have two ids, others none."""
+    support = np.full((*batch.advantages.shape, 4), -1, np.int32)
+    for row, first in enumerate(batch.prompt_lens):
+        for column in range(batch.response_lens[row]):
+            before = batch.tokens[row, : first + column].tolist()
+            rng = np.random.default_rng([seed, *before])
+            count = rng.integers(0, 5)
+            support[row, column, :count] = rng.permutation(12)[:count]
+    return support
+
+
 ALGORITHMS = {
     "GRPO": {"kl_coef": 0.1, "entropy_coef": 0.1},
     "GSPO": {"ratio": "sequence", "aggregation": "sequence"},
     "PPO": {"critic": "network"},
+    "sampling mask": {"keeps_mask": True},
 }
 
 
@@ -104,6 +118,7 @@ ALGORITHMS = {
 def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name):
     changes = dict(ALGORITHMS[name])
     kind = changes.pop("critic", None)
+    keeps_mask = changes.pop("keeps_mask", False)
     critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
     loss = dataclasses.replace(LOSS, **changes)
     rows = dataclasses.replace(LEARNER, loss=loss, critic=critic, packing="rows")
@@ -119,12 +134,14 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
                     batch = dataclasses.replace(batch, ref_logprobs=None)
                 if not critic:
                     batch = dataclasses.replace(batch, values=None, returns=None)
+                if keeps_mask:
+                    batch = dataclasses.replace(batch, support=_some_support(batch, seed))
                 state, batch = init_policy_state(update_spec, place_params()), on_mesh(batch)
                 if critic:
                     head = put(np.random.default_rng(8).normal(size=8).astype(np.float32), None)
                     state = dataclasses.replace(state, critic=state.critic | {"head": head})
                 packed = pack(batch, update_spec, range(8))
-                read = logprobs(update_spec, state.params, packed)
+                read = logprobs(update_spec, state.params, packed, batch.support)
                 values = critic_values(update_spec, state, packed) if critic else None
                 state, metrics = update(update_spec, state, batch, packed)
                 gradients = state.opt_state, state.critic_opt_state

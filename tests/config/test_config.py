@@ -31,6 +31,7 @@ GUESS = {"environment.name": "guess"}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
+KEPT_MASK = {"rollout.top_k": 4, "algorithm.keep_sampling_mask": True}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
@@ -57,6 +58,9 @@ IMPOSSIBLE = [
     (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),
     (MATCH | DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead", "dynamic_sampling is True"),
     (RECOMPUTE | {"rollout.partial": 1}, "updates.old_logprobs", "rollout.partial is > 0"),
+    (KEPT_MASK | {"rollout.partial": 1}, "updates.packing", "True and rollout.partial is > 0"),
+    (KEPT_MASK | {"curriculum.name": "speed"}, "updates.packing", "curriculum.name is speed"),
+    (KEPT_MASK | SOLUTIONS, "algorithm.solution_coef", "0 where algorithm.keep_sampling_mask"),
     (RECOMPUTE | SPEED, "updates.old_logprobs", "curriculum.name is speed"),
     (RECOMPUTE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
     (CURRENT, "updates.old_logprobs", "a rollout feeds 2 updates"),

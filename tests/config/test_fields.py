@@ -81,6 +81,7 @@ IDLE_BY_REASON = [
     (CURRENT, "updates.old_logprobs", "current", "rollout",
      {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
       "algorithm.dual_clip": 4.0}),
+    ({}, "rollout.top_k", "0", "20", {"algorithm.keep_sampling_mask": True}),
     ({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
     ({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
     ({}, "critic.kind", "none", "head",

@@ -59,6 +59,35 @@ def test_truncated_tokens_are_minus_inf_and_the_others_exact(mesh):
     assert scores[1] == -np.inf
 
 
+# Of tokens 5, 1 and 7: among two ids, outside of three, and without any.
+SUPPORT = np.array([[5, 2, -1], [0, 2, 3], [-1, -1, -1]], np.int32)
+
+
+@MESHES
+def test_log_probs_among_the_tokens_of_a_sampler(make_mesh, shape):
+    """Value and gradient of a softmax over the ids alone, in float64; a constant outside."""
+    tokens = np.tile(np.array([5, 1, 7], np.int32), (4, 1))
+    support = np.tile(SUPPORT, (4, 1, 1))
+    log_p = np.full(LOGITS.shape, -np.inf)
+    log_p[:, 0, [5, 2]] = _log_softmax(LOGITS[:, 0, [5, 2]])
+    want = np.full(tokens.shape, logprobs.CUT_OFF_LOGPROB)
+    want[:, 0] = log_p[:, 0, 5]
+    slope = np.eye(8)[tokens] - np.exp(log_p)
+    slope[:, 1:] = 0
+
+    def total(logits, tokens, support):
+        scores = logprobs.token_logprobs(logits, tokens, support)
+        return jnp.sum(scores), scores
+
+    with jax.set_mesh(make_mesh(*shape)):
+        inputs = put(tokens, "batch", None), put(support, "batch", None, None)
+        logits = put(LOGITS, "batch", None, "vocab")
+        got, scores = jax.jit(jax.grad(total, has_aux=True))(logits, *inputs)
+        assert jax.typeof(scores).sharding.spec == axes("batch", None)
+    np.testing.assert_allclose(scores, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, slope, rtol=1e-5, atol=1e-6)
+
+
 def _policy(tied: bool) -> tuple[ModelConfig, dict]:
     config = MODEL.replace(tie_embeddings=tied)
     return config, init_params(config, jax.random.key(0))

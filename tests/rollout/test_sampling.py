@@ -294,6 +294,20 @@ def test_columns_and_their_tokens_race_alone(mesh):
 # Sampled and given tokens, and what is kept of them
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_the_kept_tokens_are_all_that_are_sampled(make_mesh, shape):
+    """Five tokens tie for three places: the first ones have them, and all of the mass."""
+    logits = np.tile(np.array([1, 0, 1, 1, 1, 0, 1, 0], np.float32), (512, 1, 1))
+    config = SamplingConfig(top_k=3)
+    with jax.set_mesh(make_mesh(*shape)):
+        placed = put(logits, "batch", None, "vocab")
+        columns, *_ = _keep(placed, make_seeds(512), put(np.zeros((512, 1), np.int32)), config, 3)
+    np.testing.assert_array_equal(columns.top_ids, np.tile([0, 2, 3], (512, 1, 1)))
+    np.testing.assert_array_equal(np.unique(columns.tokens), [0, 2, 3])
+    np.testing.assert_allclose(columns.sampling_logprobs, -np.log(3), rtol=1e-6)
+    np.testing.assert_allclose(columns.top_logprobs, -np.log(3), rtol=1e-6)
+
+
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _keep(logits, seeds, given, config, k):
     positions = jnp.zeros(logits.shape[:-1], jnp.int32)

@@ -9,9 +9,10 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, init_cache
+from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
-from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
+from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, TokenColumns
 

@@ -74,6 +74,9 @@ class RolloutSpec:
         drafts = DRAFT_SOURCES[settings.draft]
         rule = acceptance_rule(config)
         sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
+        stored = settings.stored_logprobs if rule.needs_distribution else 0
+        if config.algorithm.keep_sampling_mask:
+            stored = max(stored, settings.top_k)
         return cls(
             model=model,
             sampling=sampling,
@@ -85,7 +88,7 @@ class RolloutSpec:
             group_size=settings.group_size,
             draft_source=drafts.source(settings) if drafts.source else None,
             draft_head=sampling if drafts.head else None,
-            stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
+            stored_logprobs=stored,
             max_width=settings.max_width if drafts.proposes else 1,
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
