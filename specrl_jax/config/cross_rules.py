@@ -139,6 +139,17 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
+def _staleness(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of batches that earlier weights sampled."""
+    old = config.updates.old_logprobs
+    by_update = config.rollout.staleness and meaning(config, "updates.old_logprobs").by_update
+    rule = (
+        f"> 0 where rollout.staleness is {config.rollout.staleness} and updates.old_logprobs is "
+        f"{old} (only the weight knows which weights sampled)"
+    )
+    yield "algorithm.importance_cap", rule, config.algorithm.importance_cap > 0 or not by_update
+
+
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
@@ -220,6 +231,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _pairs,
     _drafts,
     _carry_over,
+    _staleness,
     _environment,
     _task,
     _solutions,
