@@ -83,10 +83,9 @@ def move(tree, mesh: jax.sharding.Mesh):
     """Copy arrays to a mesh, in the layout that they have on theirs; none is copied to its own."""
 
     def copy(array: jax.Array) -> jax.Array:
-        layout = array.sharding
-        if layout.mesh == mesh:
+        if array.sharding.mesh == mesh:
             return array
-        return jax.device_put(array, NamedSharding(mesh, layout.spec))
+        return jax.device_put(array, NamedSharding(mesh, jax.typeof(array).sharding.spec))
 
     return jax.tree.map(copy, tree)
 
