@@ -33,10 +33,12 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
         rule = f"{most}, with {len(devices)} devices of {jax.process_count()} processes"
         raise ValueError(f"mesh.rollout_devices must be <= {rule}, got {of_rollouts}")
     devices = devices[: len(devices) - of_rollouts]
-    jax.set_mesh(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices))
-    if training:
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    with jax.set_mesh(mesh):
         second = rollout_mesh(of_rollouts, config.mesh.tensor)
-        check_mesh(config, jax.sharding.get_mesh(), second)
+    if training:
+        check_mesh(config, mesh, second)
+    jax.set_mesh(mesh)
 
 
 def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:

@@ -1,8 +1,9 @@
 """Queue between rollouts and updates: a batch waits for `rollout.staleness` = N updates.
 
-As update t begins, the rollouts of step t + N begin, with the weights as they are: update t learns
-from a batch that the weights after update max(0, t - 1 - N) sampled. So which weights sampled a
-batch depends on N alone, never on time. Asynchronous RLHF (arXiv 2410.18252, section 2).
+As update t begins, the rollouts of step t + N begin, with the weights as they are. So update t
+learns from a batch that the weights after update max(0, t - 1 - N) sampled: N alone decides, never
+time. A run that is made longer begins N + 1 steps at once, as at its start. Asynchronous RLHF
+(arXiv 2410.18252).
 
 With `mesh.rollout_devices` rollouts have devices and a thread of their own, and run while updates
 do. No other thread runs programs on these devices. Without them rollouts and updates take turns.

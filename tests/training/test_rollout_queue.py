@@ -1,4 +1,4 @@
-"""Rollouts ahead of the update: by which weights, on which mesh, over a resume, and after errors."""
+"""Rollouts ahead of the update: by which weights, on which mesh, resumed, and after errors."""
 
 import functools
 import threading
