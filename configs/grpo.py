@@ -130,6 +130,7 @@ def base() -> ConfigDict:
     rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
+    rollout.staleness = 0  # N: updates that a batch waits for; see mesh.rollout_devices
     rollout.run_ahead = False  # idle rows begin the next step's responses (match rule only)
     rollout.partial = 0  # prompts decoded beside the batch and finished a step later; 0: off
 
@@ -246,6 +247,7 @@ def base() -> ConfigDict:
     mesh.data = -1  # copies of the weights; -1: the devices that the other two leave
     mesh.fsdp = 1  # parts that weights, optimizer state and batch are split into
     mesh.tensor = 1  # parts that heads, feed-forward and vocabulary are split into
+    mesh.rollout_devices = 0  # beside the mesh, of rollouts that run during updates; 0: in turn
     return config
 
 

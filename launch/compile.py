@@ -37,6 +37,11 @@ def main() -> None:
     cli.check_folder("--json", file)
     chip = chips.CHIPS[chips.parse(topology)[0]]
     chips.set_environment(topology)
+    if config.mesh.rollout_devices:
+        raise ValueError(
+            "mesh.rollout_devices must be 0 here, as the devices of updates and those of rollouts "
+            f"are compiled for one after the other, got {config.mesh.rollout_devices}"
+        )
 
     import jax  # reads the environment
 

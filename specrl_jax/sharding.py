@@ -61,6 +61,35 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
     return jax.make_mesh(shape, MESH_AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 
+def rollout_mesh(count: int, tensor: int) -> jax.sharding.Mesh:
+    """Make the mesh of rollouts of `count` devices beside the mesh in use; 0: the mesh in use.
+
+    Its "data" axis is what "tensor" leaves. Raises ValueError where so many devices are not left.
+    """
+    mesh = jax.sharding.get_mesh()
+    if not count:
+        return mesh
+    used = {device.id for device in mesh.devices.flat}
+    free = [device for device in jax.devices() if device.id not in used]
+    if count > len(free) or count % tensor:
+        raise ValueError(
+            f"mesh.rollout_devices must be a multiple of mesh.tensor = {tensor} and at most the "
+            f"{len(free)} devices beside the mesh of updates, got {count}"
+        )
+    return make_mesh(-1, 1, tensor, free[:count])
+
+
+def move(tree, mesh: jax.sharding.Mesh):
+    """Copy arrays to a mesh, in the layout that they have on theirs; none is copied to its own."""
+
+    def copy(array: jax.Array) -> jax.Array:
+        if array.sharding.mesh == mesh:
+            return array
+        return jax.device_put(array, NamedSharding(mesh, jax.typeof(array).sharding.spec))
+
+    return jax.tree.map(copy, tree)
+
+
 def platform() -> str:
     """Return the devices of the mesh in use, or of the process: cpu, gpu or tpu; in traces too."""
     device = jax.sharding.get_abstract_mesh().abstract_device

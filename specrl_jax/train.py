@@ -25,7 +25,9 @@ from specrl_jax.process.workdir import (
 )
 from specrl_jax.rollout.generate import NoiseKey, time_decoding
 from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.sharding import move
 from specrl_jax.telemetry.code_state import record_code
+from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
@@ -35,40 +37,54 @@ from specrl_jax.training.collect import next_rollout, take_batch
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
+from specrl_jax.training.rollout_queue import Collected
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RolloutState, Run, RunState
 
 
 def step(run: Run, state: RunState, log: RunLog) -> None:
-    """Collect a batch of responses and update on it; changes `state` and adds to `log`.
+    """Take a batch of responses and update on it; changes `state` and adds to `log`.
 
     Prompts → drafts → rollout → rewards → store until there is a batch, then batch → update → log.
     """
-    state.begin_step()
-    log.begin(state.step, state.epoch)
-    rollouts = collect(run, state, log)
-    batch = take_batch(run, state, rollouts)
-    log.record(rollouts)
+    state.step += 1
+    begin_rollouts(run, state)
+    batch = state.queue.take(log)
+    log.begin(batch.step, batch.epoch)
+    state.count_tokens(batch.rollout)
     with log.clock.timed("time/update"):
         values = update_policy(run, state, batch)
     log.add(values | batch.metrics)
 
 
-def collect(run: Run, state: RunState, log: RunLog) -> list[Responses]:
-    """Roll out until there is a batch, all with the same copy of the weights."""
-    with log.clock.timed("time/rollout"):
+def begin_rollouts(run: Run, state: RunState) -> None:
+    """Begin what the weights as they are sample: up to `rollout.staleness` steps ahead."""
+    ahead = min(run.config.rollout.staleness, max(run.total_steps - state.step, 0))
+    missing = 1 + ahead - len(state.queue)
+    if missing > 0:
         weights = state.rollout_weights(run)
+    for _ in range(missing):
+        state.queue.begin(collect, run, state.rollout, weights)
+
+
+def collect(run: Run, state: RolloutState, weights: Params) -> Collected:
+    """Roll out until there is a batch, all with the same copy of the weights."""
+    clock = Stopwatch()
+    state.begin_step()
+    epoch = state.epoch
     rollouts: list[Responses] = []
     while run.collector.wants_rollout(state, rollouts):
-        rollouts.append(roll_out(run, state, log, weights))
-    return rollouts
+        rollouts.append(roll_out(run, state, weights, clock))
+    batch = take_batch(run, state, rollouts)
+    metrics = batch.metrics | clock.take()
+    return Collected(dataclasses.replace(batch, epoch=epoch, metrics=metrics), rollouts)
 
 
-def roll_out(run: Run, state: RunState, log: RunLog, weights: Params) -> Responses:
+def roll_out(run: Run, state: RolloutState, weights: Params, clock: Stopwatch) -> Responses:
     """Return responses to the next prompts, with their rewards; `state` has taken them in."""
-    with log.clock.timed("time/rollout"):
+    with clock.timed("time/rollout"):
         prompts, carry_over, previous = next_rollout(run, state)
-        noise = state.noise(run, prompts)
+        noise = state.noise(prompts)
     responses = run.scorer.respond(
         run.rollout_spec,
         weights,
@@ -76,7 +92,7 @@ def roll_out(run: Run, state: RunState, log: RunLog, weights: Params) -> Respons
         noise,
         carry_over=carry_over,
         speculation=state.speculation,
-        clock=log.clock,
+        clock=clock,
     )
     return state.observe(run, responses, previous)
 
@@ -88,6 +104,7 @@ def loop(
 
     def save(metric: float | None = None) -> None:
         """Save the step, unless its checkpoint is there."""
+        state.queue.receive_all(log)
         checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
 
     if state.step == 0:
@@ -119,9 +136,11 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     if not run.held_out:
         return
     with log.clock.timed("time/eval"):
-        weights = rollout_weights(run.model, state.policy(run.model))
-        noise = NoiseKey(run.key, state.step, Purpose.EVALUATE)
-        answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
+        weights = move(rollout_weights(run.model, state.policy(run.model)), run.rollout_mesh)
+        noise = NoiseKey(state.rollout.key, state.step, Purpose.EVALUATE)
+        answered = state.queue.call(
+            evaluate, run.eval_spec, weights, run.held_out, noise, run.scorer
+        )
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
     log.add({f"reward/eval/{name}": mean for name, mean in mean_by_function(answered).items()})
     log.record_responses(answered, kind="eval")
@@ -175,8 +194,13 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
             record_code(workdir)
-        with stop.finishing_steps(), RunLog(run, workdir) as log, advise_how_to_resume(checkpoints):
-            log.restore(state.step if last else 0)
+        with (
+            stop.finishing_steps(),
+            RunLog(run, workdir) as log,
+            advise_how_to_resume(checkpoints),
+            state.queue,
+        ):
+            log.restore(state.step if last else 0, waiting=len(state.queue))
             prepare(run, state)
             loop(run, state, checkpoints, log, stop)
     if hosts.is_primary():
@@ -189,14 +213,19 @@ def prepare(run: Run, state: RunState) -> None:
     if state.reference:  # where it is read from its source again, it is not among them
         kept["reference"] = (state.reference.params, state.reference.adapters)
     programs.compile_run(shapes.of_run(run), kept)
-    if state.speculation is None or state.speculation.seconds is not None:
-        return
-    # The arrays of the next rollout, from a copy of the stream, which gives them once more.
+    speculation = state.rollout.speculation
+    if speculation is not None and speculation.seconds is None:
+        weights = state.rollout_weights(run)
+        speculation.seconds = state.queue.call(_time_decoding, run, state.rollout, weights)
+
+
+def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:
+    """Time decode steps of the next rollout."""
+    # Its arrays, from a copy of the stream, which gives them once more.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     prompts, carry_over, _ = next_rollout(run, ahead)
-    weights = state.rollout_weights(run)
-    noise = NoiseKey(run.key, 0)
-    state.speculation.seconds = time_decoding(run.rollout_spec, weights, prompts, noise, carry_over)
+    noise = NoiseKey(state.key, 0)
+    return time_decoding(run.rollout_spec, weights, prompts, noise, carry_over)
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

@@ -38,9 +38,11 @@ def fit(run: Run) -> Run:
 
     Raises ValueError as `fit_rows` does.
     """
-    there = memory.device_memory()[0] / jax.sharding.get_mesh().size
-    fitted = fit_rows(of_run(run), there)
-    print(describe(fitted, there), flush=True)
+    shapes = of_run(run).of_rollouts()
+    with jax.set_mesh(run.rollout_mesh):
+        there = memory.device_memory()[0] / run.rollout_mesh.size
+        fitted = fit_rows(shapes, there)
+        print(describe(fitted, there), flush=True)
     return dataclasses.replace(run, rollout_spec=fitted.spec, eval_spec=fitted.eval_spec)
 
 

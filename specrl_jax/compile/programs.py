@@ -48,31 +48,43 @@ class Program(NamedTuple):
     # Bytes of a device: inputs that the run keeps anyway, and what lies beside the inputs.
     kept: int = 0
     beside: int = 0
+    mesh: Any = None  # that it runs on
 
 
 def run_programs(run: AbstractRun) -> list[Program]:
     """Return the programs of a run, in the order in which they first run."""
+    listed = list(_copies(run))
+    rollouts = run.of_rollouts()
+    with jax.set_mesh(run.rollout_mesh):
+        waiting = device_bytes(rollouts.waiting_weights)
+        for program in _programs_of_rollouts(rollouts):
+            listed.append(program._replace(beside=program.beside + waiting))
+    listed += _update_programs(run)
+    return listed
+
+
+def _copies(run: AbstractRun) -> Iterator[Program]:
     policy = run.policy
-    listed = [_program("policy copy", copy_weights, run.model, policy, kept=policy)]
+    yield _program("policy copy", copy_weights, run.model, policy, kept=policy)
     if head := run.state.draft_head:
         vocab = run.update_spec.draft_head.vocab
-        listed.append(
-            _program(
-                "draft head copy", copy_draft_head, run.model, head.params, policy, head.counts,
-                vocab=vocab,
-            )
+        yield _program(
+            "draft head copy", copy_draft_head, run.model, head.params, policy, head.counts,
+            vocab=vocab,
         )  # fmt: skip
+
+
+def _programs_of_rollouts(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of evaluation, drafts and rollouts."""
     if run.config.evaluate.every:
-        listed += _evaluation_programs(run)
+        yield from _evaluation_programs(run)
     stored = run.stored
     for age in sorted({1, run.config.rollout.draft_age}):
         name = f"pick drafts of age {age}"
-        listed.append(_program(name, pick_drafts, *run.picked, age=age, kept=stored))
+        yield _program(name, pick_drafts, *run.picked, age=age, kept=stored)
     if run.spec.draft_history:
-        listed.append(_program("pick sources", pick_sources, *run.picked, kept=stored))
-    listed += rollout_programs(run.training)
-    listed += _update_programs(run)
-    return listed
+        yield _program("pick sources", pick_sources, *run.picked, kept=stored)
+    yield from rollout_programs(run.training)
 
 
 def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Program]:
@@ -178,7 +190,8 @@ def _program(
 ) -> Program:
     """Make a program; kept: inputs that the run keeps. beside: arrays beside its inputs."""
     trace = functools.partial(function.trace, *inputs, **options)
-    return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
+    mesh = jax.sharding.get_mesh()
+    return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside), mesh)
 
 
 def compile_all(
@@ -189,7 +202,10 @@ def compile_all(
     note: gets a program's name once it is there. Programs are traced in this thread, by whose mesh
     later calls find them, and only compiled in others.
     """
-    lowered = {program.name: program.trace().lower() for program in programs}
+    lowered = {}
+    for program in programs:
+        with jax.set_mesh(program.mesh):
+            lowered[program.name] = program.trace().lower()
     compiled = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting = {pool.submit(x.compile): name for name, x in lowered.items()}
@@ -229,8 +245,8 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     compiled = compile_all(listed, note)
     if sys.stderr.isatty():
         print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
-    kept = device_bytes(state)
-    needs = {x.name: needed_bytes(x, compiled[x.name], kept) for x in listed}
+    kept = {mesh: device_bytes(state, mesh) for mesh in {x.mesh for x in listed}}
+    needs = {x.name: needed_bytes(x, compiled[x.name], kept[x.mesh]) for x in listed}
     largest = max(needs, key=needs.get)
     there = memory.device_memory()[0] / jax.sharding.get_mesh().size
     print(

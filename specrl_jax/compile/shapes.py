@@ -39,7 +39,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
-from specrl_jax.sharding import axes, eval_shape
+from specrl_jax.sharding import axes, eval_shape, move
 from specrl_jax.training.build import policy_schedule, store_shape, training_spec
 from specrl_jax.training.group_buffer import trained_group_size
 from specrl_jax.training.state import Run, rollout_rows
@@ -136,7 +136,7 @@ class RolloutShapes:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """Shapes of a run: its state, drafts, rollouts and batches."""
+    """Shapes of a run on the mesh in use: its state, drafts, rollouts and batches."""
 
     config: Any
     model: ModelConfig
@@ -145,6 +145,8 @@ class AbstractRun:
     update_spec: UpdateSpec
     num_prompts: int  # to train on
     key: Any  # of the run, or its shape
+    rollout_mesh: jax.sharding.Mesh
+    apart: bool = False  # whether the mesh in use is of rollouts alone
 
     def describe(self) -> str:
         """Describe the run in a line."""
@@ -213,10 +215,26 @@ class AbstractRun:
 
     @property
     def kept(self) -> tuple:
-        """Arrays that the run keeps all the time: its state, a reference, the draft store."""
+        """Arrays that the run keeps all the time: its state, a reference, the draft store.
+
+        On a mesh of rollouts alone: the store, and the weights of rollouts that wait or run.
+        """
+        if self.apart:
+            return self.stored, self.weights["stacked"], self.waiting_weights
         return self.state, self.frozen or self.reference_policy, self.stored
 
     # The rollouts
+
+    def of_rollouts(self) -> "AbstractRun":
+        """Return the run whose properties are to be read with the mesh of rollouts in use."""
+        if self.rollout_mesh == jax.sharding.get_mesh():
+            return self
+        return dataclasses.replace(self, apart=True, key=move(self.key, self.rollout_mesh))
+
+    @property
+    def waiting_weights(self) -> list[Params]:
+        """Weights of the rollouts that have begun and do not run, on a mesh of rollouts alone."""
+        return [self.training.weights] * (self.config.rollout.staleness * self.apart)
 
     @functools.cached_property
     def drafts(self) -> Drafts | None:
@@ -316,6 +334,7 @@ def of_run(run: Run) -> AbstractRun:
         update_spec=run.update_spec,
         num_prompts=len(run.prompts.lens),
         key=run.key,
+        rollout_mesh=run.rollout_mesh,
     )
 
 
@@ -342,13 +361,15 @@ def of_config(config) -> AbstractRun:
     has_head = rollout.draft_head is not None
     update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
     key = placed(jax.eval_shape(lambda: jax.random.key(0)))
-    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)
+    mesh = jax.sharding.get_mesh()
+    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key, mesh)
 
 
-def device_bytes(tree: Any) -> int:
-    """Return bytes of a tree of arrays on one device."""
+def device_bytes(tree: Any, mesh: jax.sharding.Mesh | None = None) -> int:
+    """Return bytes of a tree of arrays on one device; mesh: of those on it, None: of all."""
 
     def size(x: Any) -> int:
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return sum(map(size, jax.tree.leaves(tree)))
+    leaves = jax.tree.leaves(tree)
+    return sum(size(x) for x in leaves if mesh in (None, x.sharding.mesh))

@@ -68,19 +68,30 @@ def check_version(saved: Iterable[str], known: Iterable[str], where: str) -> Non
         )
 
 
-def check_mesh(config: ConfigDict, mesh: Any) -> None:
-    """Check batch sizes against the mesh; ValueError in one line that says what would fit."""
+def check_mesh(config: ConfigDict, mesh: Any, rollout_mesh: Any = None) -> None:
+    """Check batch sizes against the mesh; ValueError in one line that says what would fit.
+
+    rollout_mesh: of rollouts; None: the same.
+    """
+    by_update = {
+        "updates.mini_batch_size": config.updates.mini_batch_size,
+        "warmup.batch_size": config.warmup.batch_size if config.warmup.steps else 0,
+    }
+    by_rollout = {
+        "rollout.prompts_per_step": config.rollout.prompts_per_step,
+        "rollout.partial": config.rollout.partial,
+        "evaluate.batch_size": config.evaluate.batch_size if config.evaluate.every else 0,
+    }
+    _check_shards(by_rollout | by_update, mesh, "mesh.data x mesh.fsdp")
+    if rollout_mesh not in (None, mesh):
+        _check_shards(by_rollout, rollout_mesh, "mesh.rollout_devices / mesh.tensor")
+
+
+def _check_shards(sizes: Mapping[str, int], mesh: Any, fields: str) -> None:
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    for field, size in (
-        ("rollout.prompts_per_step", config.rollout.prompts_per_step),
-        ("rollout.partial", config.rollout.partial),
-        ("updates.mini_batch_size", config.updates.mini_batch_size),
-        ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
-        ("evaluate.batch_size", config.evaluate.batch_size if config.evaluate.every else 0),
-    ):
+    for field, size in sizes.items():
         if size % shards:
             below = size // shards * shards
             above = below + shards
             fits = f"{below} or {above} fits" if below else f"{above} fits"
-            rule = f"divisible by mesh.data x mesh.fsdp = {shards} ({fits})"
-            _require(field, rule, size)
+            _require(field, f"divisible by {fields} = {shards} ({fits})", size)

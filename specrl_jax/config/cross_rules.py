@@ -187,6 +187,15 @@ def _sampling_mask(config: ConfigDict) -> Iterator[Check]:
     for reason, holds in several.items():
         rule = f"sequences or rows {where} and {reason} (a group is of several policies)"
         yield "updates.packing", rule, not (shares and holds)
+def _staleness(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of batches that earlier weights sampled."""
+    old = config.updates.old_logprobs
+    by_update = config.rollout.staleness and meaning(config, "updates.old_logprobs").by_update
+    rule = (
+        f"> 0 where rollout.staleness is {config.rollout.staleness} and updates.old_logprobs is "
+        f"{old} (only the weight knows which weights sampled)"
+    )
+    yield "algorithm.importance_cap", rule, config.algorithm.importance_cap > 0 or not by_update
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:
@@ -272,6 +281,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _drafts,
     _carry_over,
     _sampling_mask,
+    _staleness,
     _environment,
     _task,
     _solutions,

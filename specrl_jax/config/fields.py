@@ -168,6 +168,7 @@ GAUSSIAN = When(
     lambda c: meaning(c, "curriculum.schedule") is table("data.curriculum:SCHEDULES")["gaussian"],
     "gaussian",
 )
+STALE = When("rollout.staleness", lambda c: c.rollout.staleness > 0, "1")
 BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
 WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
 SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
@@ -283,6 +284,7 @@ FIELDS: dict[str, Field] = {
     "rollout.logits_chunk": _row(integer(1)),
     "rollout.store_prompts": _row(integer(), STORED, idle=0),
     "rollout.store_age": _row(integer(), STORED, idle=0),
+    "rollout.staleness": _row(integer(0, 64, "each is a batch that waits")),
     "rollout.run_ahead": _row(SWITCH),
     "rollout.partial": _row(integer()),
     "environment.name": _row(TEXT),
@@ -381,6 +383,7 @@ FIELDS: dict[str, Field] = {
     "mesh.data": _row(integer(-1), may_change=RUN),
     "mesh.fsdp": _row(integer(-1), may_change=RUN),
     "mesh.tensor": _row(integer(-1), may_change=RUN),
+    "mesh.rollout_devices": _row(integer(), STALE, idle=0, may_change=RUN),
 }
 
 

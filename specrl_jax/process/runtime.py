@@ -14,7 +14,7 @@ import jax
 from specrl_jax import hosts
 from specrl_jax.config import check_mesh, validate
 from specrl_jax.process import hardware
-from specrl_jax.sharding import make_mesh
+from specrl_jax.sharding import make_mesh, rollout_mesh
 
 
 def start(config, *, given=(), training: bool = True, devices=None) -> None:
@@ -27,9 +27,17 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
     use_compilation_cache()
     compile_metrics()  # counts from here on
     devices = all_devices() if devices is None else devices
+    of_rollouts = config.mesh.rollout_devices if training else 0
+    most = len(devices) - 1 if jax.process_count() == 1 else 0
+    if of_rollouts > most:
+        rule = f"{most}, with {len(devices)} devices of {jax.process_count()} processes"
+        raise ValueError(f"mesh.rollout_devices must be <= {rule}, got {of_rollouts}")
+    devices = devices[: len(devices) - of_rollouts]
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    with jax.set_mesh(mesh):
+        second = rollout_mesh(of_rollouts, config.mesh.tensor)
     if training:
-        check_mesh(config, mesh)
+        check_mesh(config, mesh, second)
     jax.set_mesh(mesh)
 
 

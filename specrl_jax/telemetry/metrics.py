@@ -80,7 +80,9 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_run_ahead": Metric("tokens of the next step, begun in idle rows", "tokens"),
     "rollout/run_ahead_accepted": Metric("share of the tokens begun ahead that were used", "1"),
     "rollout/tokens_resumed": Metric("tokens of partial rows at the step's beginning", "tokens"),
-    "rollout/stale_fraction": Metric("share of the batch's tokens sampled in earlier steps", "1"),
+    "rollout/stale_fraction": Metric(
+        "share of the batch's tokens that earlier weights sampled", "1"
+    ),
     "rollout/gen_batches": Metric("rollouts until the batch was full", "count"),
     "rollout/groups_waiting": Metric("complete groups that wait for the next step", "count"),
     "rollout/groups_filled": Metric("groups without signal that filled the batch", "count"),

@@ -42,11 +42,13 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
+from specrl_jax.sharding import move, rollout_mesh
 from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.episodes import ResponseScorer
 from specrl_jax.training.group_buffer import part_size, trained_group_size
-from specrl_jax.training.state import Origin, Reference, Run, RunState
+from specrl_jax.training.rollout_queue import RolloutQueue
+from specrl_jax.training.state import Origin, Reference, RolloutState, Run, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -83,10 +85,12 @@ def build(config) -> tuple[Run, Params]:
         collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
+        rollout_mesh=rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor),
     )
-    spec.check_max_rows()
-    if run.held_out:
-        run.eval_spec.check_max_rows()
+    with jax.set_mesh(run.rollout_mesh):
+        spec.check_max_rows()
+        if run.held_out:
+            run.eval_spec.check_max_rows()
     _describe(run, stream)
     return run, params
 
@@ -201,7 +205,13 @@ def _describe(run: Run, stream: PromptStream) -> None:
     count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
     if run.model.lora:
         count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
-    print(f"policy: {count}; mesh {dict(jax.sharding.get_mesh().shape)}")
+    mesh = jax.sharding.get_mesh()
+    print(f"policy: {count}; mesh {dict(mesh.shape)}")
+    if staleness := run.config.rollout.staleness:
+        where = f"on a mesh of their own, {dict(run.rollout_mesh.shape)}, while updates run"
+        if run.rollout_mesh == mesh:
+            where = "in turn with updates, as mesh.rollout_devices is 0: no time is saved"
+        print(f"rollout: {staleness} steps ahead, {where}")
     held_out = sum(real for _, real in run.held_out)
     dropped = run.prompts.dropped
     dataset = run.dataset
@@ -310,9 +320,10 @@ def resume(
     if reference is not None and not saved and run.config.warmup.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
         _, state.reference, _ = _begin(run, params)
-    if state.speculation is not None and host["machine"] != machine():
+    speculation = state.rollout.speculation
+    if speculation is not None and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
-        state.speculation.seconds = None  # it is measured again
+        speculation.seconds = None  # it is measured again
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     return state
 
@@ -321,14 +332,24 @@ def _new_state(
     run: Run, train: PolicyState, origin: Origin, reference: Reference | None
 ) -> RunState:
     """Return a state with every part that the configuration asks for, empty."""
-    config = run.config
-    settings = config.rollout
-    state = RunState(
+    with jax.set_mesh(run.rollout_mesh):
+        rollout = _new_rollout_state(run)
+    return RunState(
         train=train,
-        stream=make_stream(config, run.prompts, run.total_steps),
-        store=_draft_store(run),
+        rollout=rollout,
+        queue=RolloutQueue(run, rollout.stream.find),
         origin=origin,
         reference=reference,
+    )
+
+
+def _new_rollout_state(run: Run) -> RolloutState:
+    config = run.config
+    settings = config.rollout
+    state = RolloutState(
+        key=move(run.key, run.rollout_mesh),
+        stream=make_stream(config, run.prompts, run.total_steps),
+        store=_draft_store(run),
         kept_noise=KeptNoise(
             noise_visits(config),
             settings.noise_refresh,

@@ -1,7 +1,7 @@
 """Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
 
 `build` chooses one of `COLLECTORS` for a run. A way has no state of its own: what waits for the
-next step is a part of `RunState`.
+next step is a part of `RolloutState`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from specrl_jax.telemetry.rollout_metrics import (
 )
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
-from specrl_jax.training.state import Run, RunState, rollout_rows
+from specrl_jax.training.state import RolloutState, Run, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
@@ -40,6 +40,8 @@ class TrainBatch:
     rollout: Rollout
     rewards: np.ndarray  # float32 [Q * G]
     metrics: dict[str, float]  # of how it came about
+    step: int = 0  # that it is trained on in
+    epoch: int = 0  # in which its rollouts began
     rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
     # float32 [Q * G] of each function of a sum, before its weight; {} where groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -51,32 +53,32 @@ class WholeRollout:
     def is_asked_for(self, config: Any) -> bool:
         return True
 
-    def add_waiting(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RolloutState) -> None:
         """Add what waits between two steps to a new state, empty."""
 
-    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+    def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         """Return whether the step needs one more rollout after these."""
         return not rollouts
 
-    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
         """Return the prompts of the next rollout, and what it takes up and leaves."""
         return state.stream.next(), CarryOver()
 
     def drafts_to_verify(
-        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+        self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
     ) -> Drafts | None:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
-    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+    def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
         """Return earlier responses for the draft source."""
         return stored_responses(run, state, prompts)
 
-    def observe(self, state: RunState, responses: Responses) -> None:
+    def observe(self, state: RolloutState, responses: Responses) -> None:
         """Tell what chooses the next prompts of a rollout's rewards."""
         state.stream.observe(responses.prompts, responses.group_rewards)
 
-    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return what the step trains on; what is left for the next one goes into `state`."""
         (responses,) = rollouts
         scores = responses.scores
@@ -98,18 +100,18 @@ class RunningAhead(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.run_ahead
 
-    def add_waiting(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RolloutState) -> None:
         rows = rollout_rows(run.config)
         state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
-    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()
         later = state.stream.peek()
         noise_steps = state.kept_noise.steps(later, state.step + 1)
         return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
 
     def drafts_to_verify(
-        self, state: RunState, prompts: Prompts, drafts: Drafts | None
+        self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
     ) -> Drafts | None:
         begun = state.run_ahead
         if drafts is not None:  # on kept noise the last response holds further than what was begun
@@ -118,14 +120,14 @@ class RunningAhead(WholeRollout):
             begun = dataclasses.replace(begun, drafts=shorter)
         return begun.drafts_for(prompts, drafts)
 
-    def history(self, run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+    def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
         tokens, lens = stored_responses(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
         begun_tokens, begun_lens = state.run_ahead.sources(prompts)
         tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
         return tokens, jnp.concatenate([begun_lens, lens], axis=1)
 
-    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         batch = super().batch(run, state, rollouts)
         begun = state.run_ahead
         lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
@@ -149,13 +151,13 @@ class PartialRollout(WholeRollout):
     def is_asked_for(self, config: Any) -> bool:
         return config.rollout.partial > 0
 
-    def add_waiting(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RolloutState) -> None:
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
         stored = run.rollout_spec.stored_logprobs
         state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
-    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
         config = run.config.rollout
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
@@ -170,7 +172,7 @@ class PartialRollout(WholeRollout):
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
         return select(prompts, filled), carry_over
 
-    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         state.resumed = rollouts[0].result.resumed
         return super().batch(run, state, rollouts)
 
@@ -182,17 +184,17 @@ class WaitingGroups(WholeRollout):
         screens = part_size(config) < config.rollout.group_size
         return config.algorithm.dynamic_sampling or screens
 
-    def add_waiting(self, run: Run, state: RunState) -> None:
+    def add_waiting(self, run: Run, state: RolloutState) -> None:
         groups = GroupBuffer(run.config, len(run.prompts.lens))
         stored = run.rollout_spec.stored_logprobs
         slots = run.config.rollout.response_len
         groups.kept_rows = Rollout.empty(groups.max_waiting_rows, slots, stored)
         state.groups = groups
 
-    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+    def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         return state.groups.wants_rollout()
 
-    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
         """Return new prompts, and then the further parts of the groups that are to be finished."""
         groups = state.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
@@ -202,12 +204,12 @@ class WaitingGroups(WholeRollout):
             prompts = concatenate(prompts, *parts)
         return prompts, CarryOver()
 
-    def observe(self, state: RunState, responses: Responses) -> None:
+    def observe(self, state: RolloutState, responses: Responses) -> None:
         super().observe(state, responses)
         ids = [example.base_id for example in responses.prompts.examples]
         state.groups.add(ids, responses.group_rewards)
 
-    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         size = run.trained_group_size
         filler = rollouts[0].prompts.examples[0].base_id
@@ -229,7 +231,7 @@ class WaitingGroups(WholeRollout):
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def next_rollout(run: Run, state: RunState) -> tuple[Prompts, CarryOver, Drafts]:
+def next_rollout(run: Run, state: RolloutState) -> tuple[Prompts, CarryOver, Drafts]:
     """Return the prompts of the next rollout, what it takes up, and the prompts' last responses."""
     prompts, carry_over = run.collector.next_prompts(run, state)
     previous = state.store.get(prompts, step=state.step)
@@ -237,7 +239,7 @@ def next_rollout(run: Run, state: RunState) -> tuple[Prompts, CarryOver, Drafts]
 
 
 def _with_drafts(
-    run: Run, state: RunState, prompts: Prompts, previous: Drafts, carry_over: CarryOver
+    run: Run, state: RolloutState, prompts: Prompts, previous: Drafts, carry_over: CarryOver
 ) -> CarryOver:
     """Return `carry_over` with what the rollout of `prompts` may draft from.
 
@@ -264,7 +266,7 @@ def _with_drafts(
     )
 
 
-def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
+def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
     """Leave out a share of the drafts of unsolved groups, other samples at every visit.
 
     A group whose responses are all wrong and all reused would be the same for ever. An exact rule
@@ -282,7 +284,7 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     return without_drafts(drafts, left_out.reshape(-1))
 
 
-def stored_responses(run: Run, state: RunState, prompts: Prompts) -> DraftHistory:
+def stored_responses(run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
     """Return all stored responses, newest generation first.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
@@ -298,13 +300,15 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> DraftHistor
     return tokens, lens
 
 
-def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
     """Return what a step trains on, with the metrics of all that was rolled out."""
     batch = run.collector.batch(run, state, rollouts)
     values = batch.metrics | _reward_metrics(run, batch, rollouts)
     values["data/prompts_seen"] = state.prompts_seen
     values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    if run.config.rollout.staleness and state.step > 1:
+        values["rollout/stale_fraction"] = 1.0
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.result.draft_lens for x in rollouts)
@@ -332,7 +336,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
         values |= off_policy.measure(
             batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
         )
-    return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
+    return dataclasses.replace(batch, metrics=values, step=state.step, rejected_mass=rejected_mass)
 
 
 def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:

@@ -65,11 +65,14 @@ class RunLog(contextlib.AbstractContextManager):
             folder, share, decode=self._decode, ended=run.rollout_spec.ended
         )
 
-    def restore(self, step: int) -> None:
-        """Remove records after `step`; at step 0 all, as step 0 is written again."""
+    def restore(self, step: int, waiting: int = 0) -> None:
+        """Remove records after `step`; at step 0 all, as step 0 is written again.
+
+        waiting: so many steps after it have been rolled out, and their responses recorded.
+        """
         if self._writes:
             self._metrics.restore(step or -1)
-            self._records.restore(step or -1)
+            self._records.restore(step + waiting or -1)
 
     def begin(self, step: int, epoch: int) -> None:
         """Begin the record of a step; all that follows is written under this step and epoch."""

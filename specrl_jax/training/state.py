@@ -1,7 +1,8 @@
 """Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
 A new part of the state is a `types.StatePart`, which saves, restores and describes itself, a field
-of `RunState` and a line of `build._new_state`. A way to collect adds its own part (`collect`).
+of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its own
+part (`collect`).
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
-from specrl_jax.sharding import put
+from specrl_jax.sharding import move, put
 from specrl_jax.training.episodes import Responses, ResponseScorer
 from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
-from specrl_jax.types import Drafts, Prompts, Source, StatePart
+from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Run:
     collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
+    rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
 
     @property
     def trained_group_size(self) -> int:
@@ -165,55 +167,33 @@ class Origin(StatePart):
 
 
 @dataclasses.dataclass
-class RunState:
-    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
+class RolloutState:
+    """Parts of the state that rollouts change, on the mesh of rollouts; None is off.
 
-    train: PolicyState
+    Only rollouts touch them. Where rollouts have a thread of their own (`rollout_queue`), that
+    thread alone does so, and the main thread alone touches the rest of `RunState`; between two
+    steps of the loop, once no rollout is under way, the main thread saves both.
+    """
+
+    key: jax.Array  # of the run
     stream: PromptStream
     store: DraftStore
-    origin: Origin
     kept_noise: KeptNoise
-    step: int = 0  # finished steps; within a step, its number
-    skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
-    reference: Reference | None = None  # with a KL penalty, and with adapters
+    step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
     groups: GroupBuffer | None = None  # with dynamic sampling or screening
 
-    @property
-    def parts(self) -> dict[str, StatePart]:
-        """Parts that are on, by name."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, StatePart)}
-
-    def frozen(self, model: ModelConfig) -> Params | None:
-        """Return the weights that adapters are trained for; None: all weights are trained."""
-        return self.reference.params if model.lora else None
-
-    def policy(self, model: ModelConfig) -> Params:
-        """Return the policy's weights as they are now."""
-        return adapted(model, self.train.params, self.frozen(model))
-
-    def rollout_weights(self, run: Run) -> Params:
-        """Return the weights of a step's rollouts, those of the draft head included."""
-        policy = self.policy(run.model)
-        weights = rollout_weights(run.model, policy)
-        head = self.train.draft_head
-        if head is None:
-            return weights
-        vocab = run.update_spec.draft_head.vocab
-        draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
-        return weights | {"draft_head": draft_head}
-
     def begin_step(self) -> None:
-        """Begin the next step."""
+        """Begin the rollouts of the next step."""
         self.step += 1
         self.stream.begin(self.step)
 
-    def noise(self, run: Run, prompts: Prompts) -> NoiseKey:
+    def noise(self, prompts: Prompts) -> NoiseKey:
         """Return the noise of a rollout of `prompts` in this step."""
         noise_steps = self.kept_noise.steps(prompts, self.step)
-        return NoiseKey(run.key, self.step, noise_steps=noise_steps)
+        return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
     def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
         """Take in a rollout's responses, and return them with what went before.
@@ -222,7 +202,6 @@ class RunState:
         and the samples that keep their noise. previous: the last responses of all rows that the
         rollout was given.
         """
-        self._count_tokens(responses)
         rewards = responses.group_rewards
         # All rewards of a group are equal, and less than a right response's 1.
         unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
@@ -231,17 +210,6 @@ class RunState:
         noise_steps = responses.result.noise_steps
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
         return responses.after(previous, on_kept_noise=kept)
-
-    def _count_tokens(self, responses: Responses) -> None:
-        """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
-        head = self.train.draft_head
-        if head is None or head.counts is None:
-            return
-        inside = np.arange(responses.tokens.shape[1]) < responses.lens[:, None]
-        own = inside & (hosts.fetch(responses.rollout.sources) != Source.FORCED)
-        counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
-        head = dataclasses.replace(head, counts=counts)
-        self.train = dataclasses.replace(self.train, draft_head=head)
 
     @property
     def epoch(self) -> int:
@@ -252,6 +220,57 @@ class RunState:
     def prompts_seen(self) -> int:
         """Prompts whose rollout is complete, with repeats."""
         return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
+
+
+@dataclasses.dataclass
+class RunState:
+    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
+
+    train: PolicyState
+    rollout: RolloutState
+    queue: StatePart  # batches whose update comes later: a `rollout_queue.RolloutQueue`
+    origin: Origin
+    step: int = 0  # finished steps; within a step, its number
+    skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
+    reference: Reference | None = None  # with a KL penalty, and with adapters
+
+    @property
+    def parts(self) -> dict[str, StatePart]:
+        """Parts that are on, by name."""
+        named = vars(self.rollout) | vars(self)
+        return {name: part for name, part in named.items() if isinstance(part, StatePart)}
+
+    def frozen(self, model: ModelConfig) -> Params | None:
+        """Return the weights that adapters are trained for; None: all weights are trained."""
+        return self.reference.params if model.lora else None
+
+    def policy(self, model: ModelConfig) -> Params:
+        """Return the policy's weights as they are now."""
+        return adapted(model, self.train.params, self.frozen(model))
+
+    def rollout_weights(self, run: Run) -> Params:
+        """Return the weights of rollouts as they are now, on the mesh of rollouts.
+
+        Those of the draft head are included.
+        """
+        policy = self.policy(run.model)
+        weights = rollout_weights(run.model, policy)
+        if head := self.train.draft_head:
+            vocab = run.update_spec.draft_head.vocab
+            draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
+            weights |= {"draft_head": draft_head}
+        return move(weights, run.rollout_mesh)
+
+    def count_tokens(self, rollout: Rollout) -> None:
+        """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
+        head = self.train.draft_head
+        if head is None or head.counts is None:
+            return
+        lens, sources = hosts.fetch((rollout.lens, rollout.sources))
+        own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
+        counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
+        head = dataclasses.replace(head, counts=counts)
+        self.train = dataclasses.replace(self.train, draft_head=head)
 
     def arrays(self) -> dict[str, Any]:
         """Return the device's part of a checkpoint."""
@@ -269,7 +288,9 @@ class RunState:
         self.skipped_in_row = host["skipped_in_row"]
         for name, part in self.parts.items():
             if name in host:
-                setattr(self, name, part.restore(host[name], arrays.get(name, {})))
+                owner = self if name in vars(self) else self.rollout
+                setattr(owner, name, part.restore(host[name], arrays.get(name, {})))
+        self.rollout.step = self.step + len(self.queue)
 
 
 def rollout_rows(config) -> int:

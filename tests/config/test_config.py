@@ -66,6 +66,8 @@ IMPOSSIBLE = [
     (CURRENT, "updates.old_logprobs", "a rollout feeds 2 updates"),
     (CURRENT | ONE_UPDATE | {"updates.passes": 2}, "updates.old_logprobs", "feeds 2 updates"),
     (CURRENT | ONE_UPDATE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
+    ({"rollout.staleness": 2, "updates.old_logprobs": "recompute"}, "algorithm.importance_cap",
+     "> 0 where rollout.staleness is 2 and updates.old_logprobs is recompute"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
@@ -210,6 +212,15 @@ def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, field, fits, value
     rule = f"divisible by mesh.data x mesh.fsdp = 4 ({fits})"
     line = line_of(check_mesh, small_runs.small_config(changes), make_mesh(2, 2, 2))
     assert line == f"{field} must be {rule}, got {value}"
+
+
+def test_batches_that_the_mesh_of_rollouts_cannot_cut(make_mesh):
+    """Updates have a mesh of their own, which cuts mini-batches alone."""
+    config = small_runs.small_config({"updates.mini_batch_size": 2})
+    check_mesh(config, make_mesh(2, 1, 1), make_mesh(4, 1, 1))
+    line = line_of(check_mesh, config, make_mesh(2, 1, 1), make_mesh(8, 1, 1))
+    rule = "divisible by mesh.rollout_devices / mesh.tensor = 8 (8 fits)"
+    assert line == f"rollout.prompts_per_step must be {rule}, got 4"
 
 
 def test_a_lossy_rule_without_a_weight_is_refused_with_importance_cap(monkeypatch):

@@ -105,6 +105,7 @@ IDLE_BY_REASON = [
     ({"algorithm.kl_coef": 0.5}, "algorithm.kl_coef", "0.5", "0", {"updates.skip_no_signal": True}),
     ({"algorithm.entropy_coef": 0.5}, "algorithm.entropy_coef", "0.5", "0",
      {"updates.skip_no_signal": True}),
+    ({}, "rollout.staleness", "0", "1", {"mesh.rollout_devices": 2}),
     ({"train.steps": 8}, "train.steps", "8", "0", {"train.epochs": 2}),
     ({"evaluate.every": 0}, "evaluate.every", "0", "8",
      {"evaluate.samples": 4, "checkpoint.keep_best": 2}),

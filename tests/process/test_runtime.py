@@ -11,6 +11,7 @@ import small_runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from specrl_jax.process import runtime
+from specrl_jax.sharding import rollout_mesh
 
 
 @pytest.fixture
@@ -28,10 +29,28 @@ def test_start_puts_the_mesh_in_use(restored):
     assert dict(jax.sharding.get_mesh().shape) == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
+def test_rollouts_get_the_last_devices(restored):
+    values = {"rollout.staleness": 1, "mesh.tensor": 2, "mesh.rollout_devices": 4}
+    runtime.start(small_runs.small_config(values))
+    mesh = jax.sharding.get_mesh()
+    second = rollout_mesh(4, 2)
+    assert dict(mesh.shape) == dict(second.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert [x.id for x in (*mesh.devices.flat, *second.devices.flat)] == list(range(8))
+    assert rollout_mesh(0, 2) is mesh
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rollout.lenience": -1.0}, r"^rollout.lenience must be >= 0, got -1.0$"),
+        (
+            {"rollout.staleness": 1, "mesh.rollout_devices": 8},
+            r"^mesh.rollout_devices must be <= 7, with 8 devices of 1 processes, got 8$",
+        ),
+        (
+            {"rollout.staleness": 1, "mesh.rollout_devices": 3, "mesh.fsdp": 1, "mesh.tensor": 5},
+            r"^mesh.rollout_devices must be a multiple of mesh.tensor = 5 and at most .*got 3$",
+        ),
         ({"mesh.fsdp": 3}, r"^mesh: data=-1 x fsdp=3 x tensor=1 does not fit 8 devices"),
         ({}, r"^rollout.prompts_per_step must be divisible by .* = 8 .8 fits., got 4$"),
     ],

@@ -260,7 +260,7 @@ def test_a_run_made_shorter_takes_up_all_that_has_begun(mesh):
         "updates.mini_batch_size": 16,
     })  # fmt: skip
     run, params = build(config)
-    state = init_state(run, params)
+    state = init_state(run, params).rollout
     begun = [example.prompt_id for example in state.stream.take(6).examples]
     state.resumed = dataclasses.replace(state.resumed, prompt_ids=tuple(begun))
     state.step = 3

@@ -15,7 +15,7 @@ from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
 from specrl_jax.training.state import Origin, RunState
 
-ALWAYS = {"stream", "store", "origin", "kept_noise"}
+ALWAYS = {"stream", "store", "origin", "kept_noise", "queue"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
@@ -95,16 +95,17 @@ def test_on_another_machine_seconds_are_measured_again(mesh, tmp_path, monkeypat
     """What drafts have brought stays."""
     run, params = build(small_config({"rollout.draft": "previous+tree"} | ADAPTIVE))
     state = init_state(run, jax.tree.map(jnp.copy, params))
-    state.speculation.seconds = {(32, 1): 0.5}
-    state.speculation.observe([1, 2], width=2)
+    speculation = state.rollout.speculation
+    speculation.seconds = {(32, 1): 0.5}
+    speculation.observe([1, 2], width=2)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state.arrays(), state.host())
         if moved:
             monkeypatch.setattr(building, "machine", lambda: {"device": "another"})
-        resumed = resume(run, params, checkpoints, 0).speculation
+        resumed = resume(run, params, checkpoints, 0).rollout.speculation
     assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
-    assert resumed.reached == state.speculation.reached != []
-    assert resumed.accepted == state.speculation.accepted
+    assert resumed.reached == speculation.reached != []
+    assert resumed.accepted == speculation.accepted
     assert resumed.seconds == (None if moved else {(32, 1): 0.5})
 
 
