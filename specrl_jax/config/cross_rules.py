@@ -139,6 +139,31 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update
 
 
+def _forks(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of groups whose rows fork."""
+    rollout = config.rollout
+    advantage = table("algorithms.advantages:choose_advantage")(config)
+    rule = "another one where rollout.fork.segment is 0 (no responses fork)"
+    yield "algorithm.advantage", rule, rollout.fork.segment or not advantage.needs_forks
+    if not rollout.fork.segment:
+        return
+    where = "where rollout.fork.segment is > 0"
+    rule = f"< rollout.response_len = {rollout.response_len}"
+    yield "rollout.fork.segment", rule, rollout.fork.segment < rollout.response_len
+    rule = f"<= rollout.group_size = {rollout.group_size}"
+    yield "rollout.fork.roots", rule, rollout.fork.roots <= rollout.group_size
+    lossless = table("rollout.engine.spec:acceptance_rule")(config).samples_anew
+    rule = f"match {where} (other rules draw with the noise of the row itself)"
+    yield "rollout.accept", rule, lossless
+    rule = f"0 {where} (a response has the noise of those that it forked from)"
+    yield "rollout.noise_refresh", rule, not rollout.noise_refresh
+    yield "rollout.run_ahead", f"False {where}", not rollout.run_ahead
+    yield "rollout.partial", f"0 {where}", not rollout.partial
+    yield "environment.name", f'"" {where}', not config.environment.name
+    screens = meaning(config, "curriculum.name").screens
+    yield "curriculum.name", f"a curriculum that does not screen {where}", not screens
+
+
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
@@ -220,6 +245,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _pairs,
     _drafts,
     _carry_over,
+    _forks,
     _environment,
     _task,
     _solutions,
