@@ -92,7 +92,7 @@ def test_every_group_has_all_its_leaves_and_forks_begin_like_another(grown):
 
 
 def test_rows_that_forked_are_extended_as_one_trie(grown):
-    """Every distinct prefix of a group's rows is one token of the program, if a sequence holds them.
+    """Each distinct prefix of a group's rows is one token of the program, if a sequence holds them.
 
     The prompts begin with other tokens, so that groups share none.
     """
