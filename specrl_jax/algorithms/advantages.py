@@ -140,7 +140,6 @@ def best_and_worst(rewards: Array, config: AdvantageConfig) -> Array:
     return (best - worst).reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "by_size"))
 def prefix_relative(
     rewards: Array,
     tokens: Array,
@@ -251,6 +250,7 @@ def _estimate_by_group(
     return _for_all_tokens(compare(_whole(rewards), config), batch)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "by_size"))
 def _estimate_by_prefix(
     rewards: Array, batch: Batch, config: AdvantageConfig, *, by_size: bool
 ) -> Estimate:

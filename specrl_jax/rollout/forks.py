@@ -73,7 +73,7 @@ class _Groups:
         self.spec = spec
         self.prompts = prompts
         self.noise = noise
-        self.key_words = np.asarray(jax.random.key_data(noise.key)).tolist()
+        self.key_words = hosts.fetch(jax.random.key_data(noise.key)).tolist()
         self.waiting = np.broadcast_to(np.arange(shape[1]) >= spec.forks.roots, shape)
         self.done = self.waiting  # rows that get no more tokens now
         self.lens = np.zeros(shape, np.int32)

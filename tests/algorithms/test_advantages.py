@@ -228,9 +228,10 @@ def test_advantages_over_shared_prefixes_by_loops():
     lens = rng.integers(1, 8, 16).astype(np.int32)
     rewards = rng.random(16).astype(np.float32)
     rewards[8:] = 0.1
+    relative = jax.jit(prefix_relative, static_argnames=("config", "by_size"))
     for scale, leave_one_out, by_size in itertools.product((False, True), repeat=3):
         settings = dataclasses.replace(config(8, scale, leave_one_out), segment=2)
-        got = prefix_relative(rewards, tokens, lens, settings, by_size=by_size)
+        got = relative(rewards, tokens, lens, config=settings, by_size=by_size)
         expected = np.zeros(16)
         for row in range(16):
             sums = 0.0
