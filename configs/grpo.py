@@ -123,6 +123,10 @@ def base() -> ConfigDict:
     head.learning_rate = 1e-3  # AdamW, constant; other values as in updates
     head.depth = 1  # tokens of a draft that it is trained on, each from its own state for the last
     head.vocab = 0  # it drafts the so many most frequent tokens of all responses; 0: all tokens
+    rollout.fork = fork = ConfigDict()  # a group grows from few responses (TreePO)
+    fork.segment = 0  # tokens after which unfinished responses fork; 0: off; TreePO 512
+    fork.roots = 2  # responses that a group begins with; TreePO 2 to 8
+    fork.branches = 2  # continuations of a response that forks; TreePO 2
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last

@@ -131,6 +131,7 @@ class Source(enum.IntEnum):
     DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     FORCED = 3  # from an environment
+    COPIED = 4  # of the row of its group that a row forked from
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from jax import Array
 
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.inputs import reward_terms
+from specrl_jax.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class AdvantageConfig:
     gamma: float  # discount per token, in [0, 1]
     gae_lambda: float  # in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias)
     reward_weights: tuple[float, ...] = ()  # of K rewards, where an advantage takes each apart
+    segment: int = 0  # tokens between two boundaries at which responses fork
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
@@ -41,6 +43,7 @@ class AdvantageConfig:
             leave_one_out=config.algorithm.leave_one_out,
             gamma=config.critic.gamma,
             gae_lambda=config.critic.gae_lambda,
+            segment=config.rollout.fork.segment,
         )
 
 
@@ -56,14 +59,15 @@ class Estimate(NamedTuple):
 class Advantage:
     """One choice of `config.algorithm.advantage`."""
 
-    # (rewards [B] or [B, K], values [B, R] or None, mask [B, R], config) → Estimate. Rows of a
-    # group are contiguous; all arrays are split along B.
-    estimate: Callable[[Array, Array | None, Array, AdvantageConfig], Estimate]
-    needs_critic: bool  # values are given, and returns are asked for
+    # (rewards [B] or [B, K], batch, config) → Estimate. Rows of a group are contiguous; all arrays
+    # are split along B. The batch's own advantages are 0.
+    estimate: Callable[[Array, Batch, AdvantageConfig], Estimate]
+    needs_critic: bool  # the batch has values, and returns are asked for
     min_group_size: int = 1  # responses per prompt
     # Rewards are [B, K]: of each function of a sum, and last of all the price of length, if any.
     by_function: bool = False
     pairs: bool = False  # they mark the pairs of an objective that compares pairs
+    needs_forks: bool = False  # they compare responses that share a beginning
 
 
 def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
@@ -136,6 +140,57 @@ def best_and_worst(rewards: Array, config: AdvantageConfig) -> Array:
     return (best - worst).reshape(-1)
 
 
+def prefix_relative(
+    rewards: Array,
+    tokens: Array,
+    lens: Array,
+    config: AdvantageConfig,
+    *,
+    by_size: bool = False,
+    epsilon: float = 1e-6,
+) -> Array:
+    """Return the advantage [B] of a response over those that share its prefixes (arXiv 2508.17445).
+
+        Aᵢ = Σ_d w_d·(rᵢ − mean(r of the responses that share the first d segments)) / Σ_d w_d
+
+    w_d is 1, or with `by_size` the number n of these responses, and 0 where a response shares its
+    first d segments with no other, or ends with them. At d = 0 all of the group share the prompt.
+    As options of `group_relative` the sums are divided by their std over the batch, and each
+    difference gets the factor n / (n − 1). Differs from the authors' code, which whitens over
+    tokens: here a group of equal rewards gets exactly 0. Worked row, G = 4: rewards 1 0 0 0, the
+    first two share a segment, and so do the others. d = 0: 0.75 −0.25 −0.25 −0.25; d = 1: 0.5 −0.5
+    0 0; advantages 0.625 −0.375 −0.125 −0.125, by size 0.667 −0.333 −0.167 −0.167.
+
+    rewards: float32 [B], not split; B = Q·G, the rows of a group are contiguous.
+    tokens, lens: int32 [B, R] and [B], the responses, not split.
+    epsilon: ε, in units of reward.
+    """
+    size = config.group_size
+    rewards = rewards.reshape(-1, size)
+    tokens = tokens.reshape(-1, size, tokens.shape[1])
+    lens = lens.reshape(-1, size)
+    differences = rewards[:, :, None] - rewards[:, None, :]
+    alike = jnp.ones(differences.shape, bool)  # [Q, G, G]: two responses share the first segments
+    total = jnp.zeros_like(rewards)
+    weights = jnp.zeros_like(rewards)
+    for first in range(0, tokens.shape[2], config.segment):
+        if first:
+            segment = tokens[:, :, first - config.segment : first]
+            alike &= jnp.all(segment[:, :, None] == segment[:, None, :], axis=3)
+            goes_on = lens > first
+            alike &= goes_on[:, :, None] & goes_on[:, None, :]
+        count = jnp.sum(alike, axis=2)
+        others = count - 1 if config.leave_one_out else count
+        centred = jnp.sum(jnp.where(alike, differences, 0), axis=2) / jnp.maximum(others, 1)
+        weight = jnp.where(count > 1, count if by_size else 1, 0)
+        total += weight * centred
+        weights += weight
+    advantages = total / weights
+    if config.normalize_std:
+        advantages = advantages / (jnp.std(advantages, ddof=1) + epsilon)
+    return advantages.reshape(-1)
+
+
 def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
     """Estimate generalized advantages of responses' tokens (arXiv 1506.02438, eq. 16).
 
@@ -186,25 +241,44 @@ def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
 
 def _estimate_by_group(
     rewards: Array,
-    values: Array | None,
-    mask: Array,
+    batch: Batch,
     config: AdvantageConfig,
     *,
     compare: Callable[[Array, AdvantageConfig], Array],
 ) -> Estimate:
     """Estimate by `compare(rewards, config)`, the same for all tokens of a response."""
-    # A group may lie on two devices.
-    whole = jax.sharding.reshard(rewards, jax.P(*(None,) * rewards.ndim))
-    advantages = compare(whole, config)
-    advantages = jax.sharding.reshard(advantages, jax.P(jax.typeof(rewards).sharding.spec[0]))
-    return Estimate(jnp.where(mask, advantages[:, None], 0), None, {})
+    return _for_all_tokens(compare(_whole(rewards), config), batch)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _estimate_by_gae(
-    rewards: Array, values: Array, mask: Array, config: AdvantageConfig
+@functools.partial(jax.jit, static_argnames=("config", "by_size"))
+def _estimate_by_prefix(
+    rewards: Array, batch: Batch, config: AdvantageConfig, *, by_size: bool
 ) -> Estimate:
+    """Estimate by `prefix_relative`, the same for all tokens of a response."""
+    slots = _whole(batch.prompt_lens)[:, None] + jnp.arange(batch.old_logprobs.shape[1])[None, :]
+    tokens = jnp.take_along_axis(_whole(batch.tokens), slots, axis=1)
+    lens = _whole(batch.response_lens)
+    advantages = prefix_relative(_whole(rewards), tokens, lens, config, by_size=by_size)
+    return _for_all_tokens(advantages, batch)
+
+
+def _whole(array: Array) -> Array:
+    """Return [B, ...] whole on every device: a group may lie on two."""
+    return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
+
+
+def _for_all_tokens(advantages: Array, batch: Batch) -> Estimate:
+    """Give the tokens of responses their advantages [B], which are whole on every device."""
+    rows = jax.typeof(batch.response_lens).sharding.spec[0]
+    advantages = jax.sharding.reshard(advantages, jax.P(rows))
+    return Estimate(jnp.where(batch.mask, advantages[:, None], 0), None, {})
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _estimate_by_gae(rewards: Array, batch: Batch, config: AdvantageConfig) -> Estimate:
     """Estimate by `gae`, whitened; measure what the critic explains of the returns."""
+    mask = batch.mask
+    values = batch.values
     advantages, returns = gae(rewards, values, mask, config)
     mean = masked_mean(returns, mask)
     variance = masked_mean(jnp.square(returns - mean), mask)
@@ -237,6 +311,18 @@ ADVANTAGES: dict[str, Advantage] = {
         needs_critic=False,
         min_group_size=2,
         pairs=True,
+    ),
+    "tree": Advantage(
+        functools.partial(_estimate_by_prefix, by_size=False),
+        needs_critic=False,
+        min_group_size=2,
+        needs_forks=True,
+    ),
+    "tree_by_size": Advantage(
+        functools.partial(_estimate_by_prefix, by_size=True),
+        needs_critic=False,
+        min_group_size=2,
+        needs_forks=True,
     ),
     "gae": Advantage(_estimate_by_gae, needs_critic=True),
 }

@@ -287,23 +287,21 @@ class AbstractRun:
         prompts = made_up_prompts(self.spec, rows)
         keep_mask = config.algorithm.keep_sampling_mask
         batch = abstract(lambda x: make_batch(prompts, x, keep_mask), rollout)
-        values = None
         if self.update_spec.critic:
             evaluate = functools.partial(critic_values, self.update_spec)
             values = abstract(evaluate, self.state, self.packed(rows), self.frozen)
+            batch = dataclasses.replace(batch, values=values)
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         rewards = array(np.float32, (rows,), "batch")
         if settings.reward_weights:
             rewards = array(np.float32, (rows, len(settings.reward_weights)), "batch", None)
         estimate = abstract(
-            lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
-            rewards, values, batch,
-        )  # fmt: skip
+            lambda r, b: choose_advantage(config).estimate(r, b, settings), rewards, batch
+        )
         recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
         return dataclasses.replace(
             batch,
             recomputed_logprobs=batch.old_logprobs if recomputed else None,
-            values=values,
             advantages=estimate.advantages,
             returns=estimate.returns,
             ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,

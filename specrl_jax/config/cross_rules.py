@@ -187,6 +187,8 @@ def _sampling_mask(config: ConfigDict) -> Iterator[Check]:
     for reason, holds in several.items():
         rule = f"sequences or rows {where} and {reason} (a group is of several policies)"
         yield "updates.packing", rule, not (shares and holds)
+
+
 def _staleness(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of batches that earlier weights sampled."""
     old = config.updates.old_logprobs
@@ -196,6 +198,31 @@ def _staleness(config: ConfigDict) -> Iterator[Check]:
         f"{old} (only the weight knows which weights sampled)"
     )
     yield "algorithm.importance_cap", rule, config.algorithm.importance_cap > 0 or not by_update
+
+
+def _forks(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of groups whose rows fork."""
+    rollout = config.rollout
+    advantage = table("algorithms.advantages:choose_advantage")(config)
+    rule = "another one where rollout.fork.segment is 0 (no responses fork)"
+    yield "algorithm.advantage", rule, rollout.fork.segment or not advantage.needs_forks
+    if not rollout.fork.segment:
+        return
+    where = "where rollout.fork.segment is > 0"
+    rule = f"< rollout.response_len = {rollout.response_len}"
+    yield "rollout.fork.segment", rule, rollout.fork.segment < rollout.response_len
+    rule = f"<= rollout.group_size = {rollout.group_size}"
+    yield "rollout.fork.roots", rule, rollout.fork.roots <= rollout.group_size
+    lossless = table("rollout.engine.spec:acceptance_rule")(config).samples_anew
+    rule = f"match {where} (other rules draw with the noise of the row itself)"
+    yield "rollout.accept", rule, lossless
+    rule = f"0 {where} (a response has the noise of those that it forked from)"
+    yield "rollout.noise_refresh", rule, not rollout.noise_refresh
+    yield "rollout.run_ahead", f"False {where}", not rollout.run_ahead
+    yield "rollout.partial", f"0 {where}", not rollout.partial
+    yield "environment.name", f'"" {where}', not config.environment.name
+    screens = meaning(config, "curriculum.name").screens
+    yield "curriculum.name", f"a curriculum that does not screen {where}", not screens
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:
@@ -282,6 +309,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _carry_over,
     _sampling_mask,
     _staleness,
+    _forks,
     _environment,
     _task,
     _solutions,

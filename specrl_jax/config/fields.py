@@ -108,6 +108,7 @@ STORED = When("rollout.draft", lambda c: _draft(c).previous or _draft(c).source 
 TREE = When("rollout.draft", lambda c: _draft(c).source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
+FORKS = When("rollout.fork.segment", lambda c: c.rollout.fork.segment > 0, "4")
 GENERATIONS = When(
     "rollout.tree.history", lambda c: c.rollout.tree.history > 1 or c.rollout.run_ahead, "2"
 )
@@ -277,6 +278,9 @@ FIELDS: dict[str, Field] = {
     "rollout.head.learning_rate": _row(WEIGHT, HEAD, may_change=ORIGIN),
     "rollout.head.depth": _row(integer(1, 16, "each is a pass of the head in the update"), HEAD),
     "rollout.head.vocab": _row(integer(), HEAD),
+    "rollout.fork.segment": _row(integer()),
+    "rollout.fork.roots": _row(integer(1), FORKS),
+    "rollout.fork.branches": _row(integer(2), FORKS),
     "rollout.max_width": _row(TOKENS_OF_A_STEP, WIDE, idle=1),
     "rollout.adaptive": _row(SWITCH, WIDE, idle=False),
     "rollout.row_buckets": _row(integer(1, 32, "each is half of the last")),

@@ -212,6 +212,28 @@ def turn_drafts(
     return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))
 
 
+# --- forks ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
+    """Let rows begin with the first `lens` int32 [B] tokens of rows `parents` int32 [B].
+
+    A row that is its own parent stays as it is.
+    """
+    taken = take_rows(rollout, parents)
+    own = reshard(parents == jnp.arange(len(parents)), "batch")
+    lens = reshard(lens, "batch")
+    copied = jnp.arange(rollout.tokens.shape[1])[None, :] < lens[:, None]
+    sources = jnp.where(copied, jnp.int8(Source.COPIED), jnp.int8(Source.SAMPLED))
+    return dataclasses.replace(
+        taken,
+        lens=jnp.where(own, taken.lens, lens),
+        prefix_lens=jnp.where(own, taken.prefix_lens, 0),
+        sources=where_rows(own, taken.sources, sources),
+    )
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 

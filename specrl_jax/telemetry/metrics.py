@@ -54,9 +54,10 @@ METRICS: dict[str, Metric] = {
     # Responses of the rollout, and where their tokens come from
     "rollout/response_len_mean": Metric("response length, end of sequence included", "tokens"),
     "rollout/truncated_fraction": Metric("share of responses without end of sequence", "1"),
-    "rollout/tokens_generated": Metric("response tokens neither reused nor forced", "tokens"),
+    "rollout/tokens_generated": Metric("response tokens not reused, forced or copied", "tokens"),
     "rollout/tokens_reused": Metric("response tokens accepted from earlier responses", "tokens"),
     "rollout/tokens_forced": Metric("response tokens that an environment gave", "tokens"),
+    "rollout/tokens_copied": Metric("tokens of responses that these forked from", "tokens"),
     "rollout/reuse_fraction": Metric("reused tokens over all response tokens", "1"),
     "rollout/prefix_len_mean": Metric("accepted prefix, mean over rows (0: no draft)", "tokens"),
     "rollout/full_reuse_ratio": Metric("share of responses that are a wholly accepted draft", "1"),

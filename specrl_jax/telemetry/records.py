@@ -58,7 +58,10 @@ FIELDS = {
     "text": (_TEXT, "the response, decoded, without special tokens; before reward.extract"),
     "token_ids": (_WHOLES, "per token: its id"),
     "token_ends": (_WHOLES, "per token: characters of the text up to its end"),
-    "sources": (_TEXT, "per token: s sampled, d drafted, r reused, f forced (see types.Source)"),
+    "sources": (
+        _TEXT,
+        "per token: sampled, drafted, reused, forced, copied (types.Source), as s d r f c",
+    ),
     "policy_logprobs": (
         _NUMBERS,
         "per token: nats, with temperature, untruncated; 4 decimals",

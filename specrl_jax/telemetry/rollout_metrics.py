@@ -18,6 +18,7 @@ def rollout_metrics(
     draft_lens: np.ndarray,
     previous: tuple[np.ndarray, np.ndarray],
     forced: np.ndarray,
+    copied: np.ndarray,
     group_size: int,
 ) -> dict[str, float]:
     """Return the `rollout/*` metrics of the contents of B responses.
@@ -28,9 +29,10 @@ def rollout_metrics(
     previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
         They need not be the drafts.
     forced: int [B], tokens of the responses that an environment gave.
+    copied: int [B], tokens of the responses that these forked from.
     group_size: G, responses per prompt, side by side; divides B.
     """
-    policy_lens = lens - forced
+    policy_lens = lens - forced - copied
     total = int(policy_lens.sum())
     reused = int(prefix_lens.sum())
     responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
@@ -49,6 +51,8 @@ def rollout_metrics(
     }
     if forced.any():
         values["rollout/tokens_forced"] = int(forced.sum())
+    if copied.any():
+        values["rollout/tokens_copied"] = int(copied.sum())
     if draft_lens.any():
         values["rollout/draft_accept_rate"] = reused / int(draft_lens.sum())
     if previous[1].any():

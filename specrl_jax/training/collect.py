@@ -325,6 +325,7 @@ def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> 
             _joined(x.previous[1] for x in rollouts),
         ),
         forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
+        copied=_joined(np.sum(sources == Source.COPIED, axis=1) for _, sources in on_host),
         group_size=run.rollout_spec.group_size,
     )
     if rollouts[0].turns is not None:

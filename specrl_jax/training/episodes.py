@@ -25,6 +25,7 @@ from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.forks import generate_forked
 from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.stop_strings import cut_at_stop
 from specrl_jax.sharding import put
@@ -117,11 +118,12 @@ class ResponseScorer:
         clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
         """
         clock = clock or Stopwatch()
+        generate_rows = generate_forked if spec.forks else generate
         turns = self.begin(spec, prompts, carry_over)
         responses = None
         while responses is None:
             with clock.timed("time/rollout"):
-                result = generate(
+                result = generate_rows(
                     spec,
                     weights,
                     prompts,

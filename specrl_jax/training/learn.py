@@ -90,18 +90,16 @@ def with_advantages(
     run: Run, state: RunState, batch: Batch, host: RowTokens, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with advantages; with a critic also with its values and returns."""
-    values = None
     if run.update_spec.critic:
         packed = _pack_all(run, host)
         frozen = state.frozen(run.model)
         values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
+        batch = dataclasses.replace(batch, values=values)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
     rewards = put(rewards, "batch", *(None,) * (rewards.ndim - 1))
-    estimate = advantage.estimate(rewards, values, batch.mask, config)
-    batch = dataclasses.replace(
-        batch, values=values, advantages=estimate.advantages, returns=estimate.returns
-    )
+    estimate = advantage.estimate(rewards, batch, config)
+    batch = dataclasses.replace(batch, advantages=estimate.advantages, returns=estimate.returns)
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 

@@ -1,8 +1,10 @@
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
+from rollout_reference import put_rows
 
 from specrl_jax.algorithms.advantages import (
     ADVANTAGES,
@@ -11,9 +13,10 @@ from specrl_jax.algorithms.advantages import (
     group_decoupled,
     group_relative,
     overlong_penalty,
+    prefix_relative,
     whiten,
 )
-from specrl_jax.sharding import put
+from specrl_jax.types import Batch
 
 
 def config(group_size=1, normalize_std=False, leave_one_out=False, gamma=1.0, gae_lambda=1.0):
@@ -72,17 +75,29 @@ def test_gae_against_its_definition(gamma, gae_lambda):
         assert not np.any(np.asarray(array)[~mask])
 
 
-def _estimate(name, rewards, values, mask, **settings):
-    inputs = (put(np.float32(x), "batch", *(None,) * (np.ndim(x) - 1)) for x in (rewards, values))
-    mask = put(np.asarray(mask, bool), "batch", None)
-    return ADVANTAGES[name].estimate(*inputs, mask, config(**settings))
+def _estimate(name, rewards, values, mask, settings, tokens=None, lens=None):
+    """Rows of `tokens` [B, R], or of zeros, after a prompt of one token."""
+    mask = np.asarray(mask, bool)
+    slots = mask.shape[1]
+    tokens = np.zeros(mask.shape) if tokens is None else tokens
+    batch = Batch(
+        tokens=np.pad(tokens, ((0, 0), (1, 0))).astype(np.int32),
+        prompt_lens=np.ones(len(mask), np.int32),
+        response_lens=np.full(len(mask), slots, np.int32) if lens is None else np.int32(lens),
+        old_logprobs=np.zeros(mask.shape, np.float32),
+        advantages=np.zeros(mask.shape, np.float32),
+        values=None if values is None else np.float32(values),
+        forced=~mask,
+    )
+    rewards, batch = put_rows((np.float32(rewards), batch))
+    return ADVANTAGES[name].estimate(rewards, batch, settings)
 
 
 def test_all_tokens_of_a_response_have_its_group_advantage(make_mesh):
     """By hand, on a mesh that splits the group of four over two devices."""
     mask = [[1, 1], [1, 0], [0, 0], [1, 1]]
     with jax.set_mesh(make_mesh(2, 1, 1)):
-        estimate = _estimate("group", [1, 0, 0, 1], np.zeros((4, 2)), mask, group_size=4)
+        estimate = _estimate("group", [1, 0, 0, 1], None, mask, config(group_size=4))
     expected = [[0.5, 0.5], [-0.5, 0], [0, 0], [0.5, 0.5]]
     np.testing.assert_array_equal(estimate.advantages, expected)
     assert estimate.returns is None
@@ -92,7 +107,7 @@ def test_a_critics_advantages_are_whitened(mesh):
     rng = np.random.default_rng(5)
     rewards, values = rng.normal(size=4).astype(np.float32), rng.normal(size=(4, 3))
     mask = np.arange(3) < np.array([3, 1, 2, 3])[:, None]
-    estimate = _estimate("gae", rewards, values, mask, gae_lambda=0.9)
+    estimate = _estimate("gae", rewards, values, mask, config(gae_lambda=0.9))
     advantages, returns = gae(rewards, np.float32(values), mask, config(gae_lambda=0.9))
     np.testing.assert_allclose(estimate.advantages, whiten(advantages, mask), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(estimate.returns, returns, rtol=1e-6)
@@ -101,7 +116,7 @@ def test_a_critics_advantages_are_whitened(mesh):
 def test_equal_returns_leave_nothing_to_explain(mesh):
     values, mask = np.random.default_rng(0).normal(size=(4, 3)), np.ones((4, 3))
     for rewards, explained in (([1, 1, 1, 1], False), ([1, 0, 1, 1], True)):
-        metrics = _estimate("gae", rewards, values, mask).metrics
+        metrics = _estimate("gae", rewards, values, mask, config()).metrics
         assert np.isfinite(metrics["critic/explained_variance"]) == explained
 
 
@@ -169,11 +184,71 @@ def test_decoupled_advantages_by_another_formula():
 
 def test_decoupled_advantages_on_a_mesh_that_splits_groups(make_mesh):
     rewards = np.array([[0, 0], [1, 0], [0, 0], [1, 1]], np.float32)
-    settings = {"group_size": 2, "normalize_std": True}
+    settings = dataclasses.replace(config(2, True), reward_weights=(1.0, 1.0))
     with jax.set_mesh(make_mesh(4, 1, 1)):
-        weighted = dataclasses.replace(config(**settings), reward_weights=(1.0, 1.0))
-        estimate = ADVANTAGES["gdpo"].estimate(
-            put(rewards, "batch", None), None, put(np.ones((4, 2), bool), "batch", None), weighted
-        )
+        estimate = _estimate("gdpo", rewards, None, np.ones((4, 2)), settings)
     expected = np.array([-0.54772, 0.54772, -1.09545, 1.09545])
     np.testing.assert_allclose(estimate.advantages, np.stack([expected] * 2, axis=1), rtol=1e-4)
+
+
+# Six responses: the first four begin with 5 5, of which three go on with 6 6; the second ends
+# there, the first and third go on. The last two have a beginning of their own.
+LEAVES = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],
+          [5, 1, 0, 0, 0]]  # fmt: skip
+LEAF_LENS = [5, 4, 5, 4, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # d = 0: mean 1/2, d = 1: of four 3/4, d = 2: of the first and the third 1/2.
+        ("tree", [(0.5 + 0.25 + 0.5) / 3, (0.5 + 0.25) / 2, (-0.5 - 0.75 - 0.5) / 3,
+                  (0.5 + 0.25) / 2, -0.5, -0.5]),
+        ("tree_by_size", [(3 + 1 + 1) / 12, (3 + 1) / 10, (-3 - 3 - 1) / 12, (3 + 1) / 10,
+                          -0.5, -0.5]),
+    ],
+)  # fmt: skip
+def test_advantages_over_shared_prefixes_by_hand(make_mesh, name, expected):
+    """Also on a mesh that splits a group."""
+    mask = np.arange(5) < np.array(LEAF_LENS)[:, None]
+    settings = dataclasses.replace(config(group_size=6), segment=2)
+    for shape in ((1, 1, 1), (2, 1, 1)):
+        with jax.set_mesh(make_mesh(*shape)):
+            estimate = _estimate(
+                name, [1, 1, 0, 1, 0, 0], None, mask, settings, np.array(LEAVES), LEAF_LENS
+            )
+        expected_rows = np.where(mask, np.array(expected)[:, None], 0)
+        np.testing.assert_allclose(estimate.advantages, expected_rows, atol=1e-6)
+
+
+def test_advantages_over_shared_prefixes_by_loops():
+    """Random trees, and every option, in plain Python; a group of equal rewards gets exactly 0."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 2, (16, 7)).astype(np.int32)
+    lens = rng.integers(1, 8, 16).astype(np.int32)
+    rewards = rng.random(16).astype(np.float32)
+    rewards[8:] = 0.1
+    relative = jax.jit(prefix_relative, static_argnames=("config", "by_size"))
+    for scale, leave_one_out, by_size in itertools.product((False, True), repeat=3):
+        settings = dataclasses.replace(config(8, scale, leave_one_out), segment=2)
+        got = relative(rewards, tokens, lens, config=settings, by_size=by_size)
+        expected = np.zeros(16)
+        for row in range(16):
+            sums = 0.0
+            for depth in (0, 2, 4, 6):
+                same = [
+                    other
+                    for other in range(row // 8 * 8, row // 8 * 8 + 8)
+                    if (depth == 0 or min(lens[other], lens[row]) > depth)
+                    and tokens[other, :depth].tolist() == tokens[row, :depth].tolist()
+                ]
+                if len(same) > 1:
+                    mean = np.mean([rewards[x] for x in same if x != row or not leave_one_out])
+                    weight = len(same) if by_size else 1
+                    expected[row] += weight * (rewards[row] - mean)
+                    sums += weight
+            expected[row] /= sums
+        if scale:
+            expected /= expected.std(ddof=1) + 1e-6
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(got[8:], 0)

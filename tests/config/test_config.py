@@ -35,6 +35,7 @@ KEPT_MASK = {"rollout.top_k": 4, "algorithm.keep_sampling_mask": True}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
+FORKS = MATCH | {"rollout.fork.segment": 2}
 GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
 DPO = {"algorithm.advantage": "pair", "algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
 PAIRS = {"updates.select": "outer_pairs"}
@@ -45,7 +46,7 @@ IMPOSSIBLE = [
     ({"train.epochs": 0}, "train.epochs", "train.steps is 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0}, "data.eval_prompts", "evaluate.every is > 0"),
     ({"reward.overlong_tokens": 7}, "reward.overlong_tokens", "<= rollout.response_len = 6"),
-    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or gdpo or pair where"),
+    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or .* or tree_by_size"),
     (LONE, "rollout.group_size", ">= 2 where critic.kind is none"),
     (LONE | DAPO | {"critic.kind": "head"}, "rollout.group_size", "dynamic_sampling is True"),
     (SPEED | {"curriculum.screening": 3}, "curriculum.screening", "a divisor of .* = 8"),
@@ -70,6 +71,16 @@ IMPOSSIBLE = [
      "> 0 where rollout.staleness is 2 and updates.old_logprobs is recompute"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
+    ({"algorithm.advantage": "tree"}, "algorithm.advantage", "rollout.fork.segment is 0"),
+    (FORKS | {"rollout.fork.segment": 6}, "rollout.fork.segment", "< rollout.response_len = 6"),
+    (FORKS | {"rollout.fork.roots": 9}, "rollout.fork.roots", "<= rollout.group_size = 8"),
+    (FORKS | {"rollout.accept": "ratio"}, "rollout.accept", "match where rollout.fork.segment is"),
+    (FORKS | {"rollout.noise_epochs": 2, "rollout.noise_refresh": 0.5}, "rollout.noise_refresh",
+     "0 where rollout.fork.segment is"),
+    (FORKS | {"rollout.run_ahead": True}, "rollout.run_ahead", "fork.segment is > 0"),
+    (FORKS | {"rollout.partial": 2}, "rollout.partial", "fork.segment is > 0"),
+    (FORKS | GUESS, "environment.name", "fork.segment is > 0"),
+    (FORKS | SPEED, "curriculum.name", "does not screen where rollout.fork.segment is"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
     (GUESS | {"rollout.accept": "random"}, "rollout.accept", "environment.name is set"),
     ({"model.source": "a/b"}, "tokenizer.source", "of a model where model.source is 'a/b'"),

@@ -62,6 +62,7 @@ IDLE_BY_REASON = [
      {"rollout.tree.history": 4, "rollout.tree.depth": 4, "rollout.tree.factor": 1.0,
       "rollout.tree.offset": 1.0, "rollout.tree.min_prob": 0.5, "rollout.max_width": 4,
       "rollout.adaptive": True}),
+    ({}, "rollout.fork.segment", "0", "4", {"rollout.fork.roots": 4, "rollout.fork.branches": 3}),
     (TREE | {"rollout.tree.history": 1}, "rollout.tree.history", "1", "2",
      {"rollout.tree.decay": 0.5}),
     (TREE, "rollout.draft", "tree", "head", {"rollout.head.learning_rate": 0.1}),

@@ -23,6 +23,7 @@ def measure(
     draft_lens=(0, 0, 0, 0),
     previous=([[0] * 5] * 4, [0] * 4),
     forced=(0, 0, 0, 0),
+    copied=(0, 0, 0, 0),
 ):
     tokens, lens, prefix_lens = map(np.array, (tokens, lens, prefix_lens))
     last = tokens[np.arange(len(lens)), lens - 1]
@@ -34,6 +35,7 @@ def measure(
         draft_lens=np.array(draft_lens),
         previous=tuple(map(np.array, previous)),
         forced=np.array(forced),
+        copied=np.array(copied),
         group_size=2,
     )
 
@@ -91,6 +93,15 @@ def test_forced_tokens_are_nobodys():
     assert values["rollout/reuse_fraction"] == plain["rollout/tokens_reused"] / 12
     # An episode whose own tokens were all kept is reused whole.
     values = measure([[5, 6, 9, 9, 1]] * 4, [5] * 4, [3, 2, 1, 0], forced=[2] * 4)
+    assert values["rollout/full_reuse_ratio"] == 1 / 4
+
+
+def test_copied_tokens_were_another_rows():
+    """15 tokens, of which the last row copied 2 and the first, whose own token was kept, 2."""
+    values = measure(prefix_lens=[1, 0, 0, 0], copied=[2, 0, 0, 2])
+    assert values["rollout/tokens_copied"] == 4
+    assert values["rollout/tokens_generated"] == 15 - 4 - 1
+    assert values["rollout/response_len_mean"] == 15 / 4
     assert values["rollout/full_reuse_ratio"] == 1 / 4
 
 

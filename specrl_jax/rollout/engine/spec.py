@@ -28,6 +28,15 @@ def noise_visits(config) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class Forks:
+    """How a group grows from few rows (`rollout.forks`)."""
+
+    segment: int  # tokens between two boundaries, at which rows fork
+    roots: int  # rows that begin at the prompt
+    branches: int  # continuations of a row at a boundary
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutSpec:
     """Settings that stay the same from rollout to rollout; hashable, fixed in its programs."""
 
@@ -48,6 +57,7 @@ class RolloutSpec:
     max_rows: int = 0  # most rows computed at once; 0: all
     refresh: float = 0.0  # share of the drafts that are left out
     stop: StopStrings | None = None  # texts that end a turn too
+    forks: Forks | None = None  # None: all rows of a group begin at the prompt
 
     @property
     def columns(self) -> int:
@@ -94,10 +104,11 @@ class RolloutSpec:
             max_rows=settings.max_rows,
             refresh=settings.draft_refresh,
             stop=stop,
+            forks=Forks(**settings.fork) if settings.fork.segment else None,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """Return the rollout without drafts, `samples` responses a prompt, without truncation."""
+        """Return the rollout of `samples` responses a prompt: no drafts, forks or truncation."""
         return dataclasses.replace(
             self,
             sampling=SamplingConfig(temperature),
@@ -107,6 +118,7 @@ class RolloutSpec:
             draft_head=None,
             stored_logprobs=0,
             max_width=1,
+            forks=None,
             row_buckets=min(self.row_buckets, 2),  # it is rare: not worth the programs
         )
 

@@ -1,0 +1,151 @@
+"""Rollout of groups that fork: rows that begin with the tokens of another (TreePO, 2508.17445).
+
+A group begins with few rows, the roots; its other rows wait, and no token is spent on them. At each
+boundary, after so many tokens, waiting rows begin with what the unfinished rows of their group
+hold. A row draws on the noise of its own number, after a fork as before.
+
+    roots 2, branches 2, G = 4, segments of 3 tokens       row 0    a b c|d e f g ■
+                                                           row 1    a h i|j ■
+                                                           row 2   (a b c)k l m ■
+                                                           row 3   (a h i)n o p q ■
+
+Where all rows of a group have ended and some still wait, these begin with the tokens of an ended
+row up to one of its boundaries, drawn at random; it may be the prompt's end. Which rows fork
+depends on lengths. So a fork has the policy's law given what it begins with, and a root has it
+without that; a group as a whole has more of the beginnings that go on for long.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.carry_over import CarryOver, fork_rows, turn_drafts
+from specrl_jax.rollout.engine.all_rows import NoiseKey
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import RolloutResult, generate
+from specrl_jax.sharding import put
+from specrl_jax.types import PartialRows, Prompts, Rollout
+
+
+def generate_forked(
+    spec: RolloutSpec,
+    weights: Params,
+    prompts: Prompts,
+    noise: NoiseKey,
+    *,
+    carry_over: CarryOver = CarryOver(),
+    speculation: Speculation | None = None,
+) -> RolloutResult:
+    """Roll out G responses to each of Q prompts that fork as `spec.forks` says.
+
+    Arguments as of `generate`; `carry_over` has drafts and history alone.
+    """
+    groups = _Groups(spec, prompts, noise)
+    stats = []
+    while True:
+        limits = groups.limits
+        result = generate(
+            spec,
+            weights,
+            prompts,
+            noise,
+            carry_over=groups.take_up(carry_over, limits),
+            max_lens=limits,
+            speculation=speculation,
+        )
+        stats.append(result.stats)
+        if not groups.waiting.any():
+            return dataclasses.replace(result, stats=Stats.total(stats))
+        groups.fork(result)
+
+
+class _Groups:
+    """Groups in progress; arrays are [Q, G], but for those of rows."""
+
+    def __init__(self, spec: RolloutSpec, prompts: Prompts, noise: NoiseKey):
+        shape = (len(prompts.lens), spec.group_size)
+        self.spec = spec
+        self.prompts = prompts
+        self.noise = noise
+        self.key_words = hosts.fetch(jax.random.key_data(noise.key)).tolist()
+        self.waiting = np.broadcast_to(np.arange(shape[1]) >= spec.forks.roots, shape)
+        self.done = self.waiting  # rows that get no more tokens now
+        self.lens = np.zeros(shape, np.int32)
+        self.draft_lens = np.zeros(self.lens.size, np.int32)
+        self.rollout = Rollout.empty(self.lens.size, spec.response_slots, spec.stored_logprobs)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """int32 [B], where the rows stop: at the next boundary; once no row waits, at R."""
+        slots = self.spec.response_slots
+        stop = slots
+        if self.waiting.any():
+            stop = np.minimum(self.lens + self.spec.forks.segment, slots)
+        return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
+
+    def take_up(self, carry_over: CarryOver, limits: np.ndarray) -> CarryOver:
+        """Return `carry_over` with what the rows hold, and their drafts up to the limits [B]."""
+        done = put(self.done.reshape(-1), "batch")
+        begun = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
+        drafts = carry_over.drafts
+        if drafts is not None:
+            drafts = turn_drafts(drafts, begun, self.spec.eos_ids)
+            lens = jnp.minimum(drafts.lens, put(limits, "batch"))
+            drafts = dataclasses.replace(drafts, lens=lens)
+        return dataclasses.replace(carry_over, drafts=drafts, partial_rows=begun)
+
+    def fork(self, result: RolloutResult) -> None:
+        """Let waiting rows begin with what others hold after `result`."""
+        groups, size = self.lens.shape
+        tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+        last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)
+        ended = (lens == self.spec.response_slots) | np.isin(last[:, 0], self.spec.eos_ids)
+        ended = ended.reshape(groups, size)
+        parents = plan_forks(self.waiting, ended, self.spec.forks.branches)
+        forked = parents != np.arange(size)
+        self.lens = np.take_along_axis(lens.reshape(groups, size), parents, axis=1)
+        for group, row in np.argwhere(forked & np.take_along_axis(ended, parents, axis=1)).tolist():
+            self.lens[group, row] = self._boundary(group, row)
+        self.waiting = self.waiting & ~forked
+        self.done = (ended | self.waiting) & ~forked
+        rows = np.arange(groups)[:, None] * size + parents
+        self.rollout = fork_rows(
+            result.rollout, rows.reshape(-1).astype(np.int32), self.lens.reshape(-1)
+        )
+        self.draft_lens = np.where(forked.reshape(-1), 0, result.draft_lens).astype(np.int32)
+
+    def _boundary(self, group: int, row: int) -> int:
+        """Draw a boundary before the last token of the ended row that `row` forks from."""
+        step = self.noise.step
+        if self.noise.noise_steps is not None:
+            step = self.noise.noise_steps[group, row]
+        segment = self.spec.forks.segment
+        ids = self.prompts.ids[group].tolist()
+        rng = np.random.default_rng([*self.key_words, int(step), *ids, row])
+        return int(rng.integers(-(-self.lens[group, row] // segment))) * segment
+
+
+def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndarray:
+    """Return int [Q, G]: the row of its group that each waiting row begins with, if any now.
+
+    Other rows have their own number. Unfinished rows are continued `branches` times in all, by
+    turns, while rows wait; where there are none, ended rows so many times.
+
+    waiting, ended: bool [Q, G]; rows that wait, and rows with an end among the others.
+    """
+    parents = np.tile(np.arange(waiting.shape[1]), (len(waiting), 1))
+    for own, waits, over in zip(parents, waiting, ended):
+        free = np.flatnonzero(waits)
+        unfinished = np.flatnonzero(~waits & ~over)
+        turns = np.tile(unfinished, branches - 1)
+        if not len(unfinished):
+            turns = np.tile(np.flatnonzero(~waits), branches)
+        count = min(len(free), len(turns))
+        own[free[:count]] = turns[:count]
+    return parents
