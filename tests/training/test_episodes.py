@@ -8,12 +8,12 @@ import pytest
 import rollout_reference as ref
 from ml_collections import ConfigDict
 from rollout_reference import KEY, check_equal, host, make_spec
-from small_runs import Sums, records, saved, small_config
+from small_runs import Sums, play, records, saved, small_config
 
 from specrl_jax import hosts
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-from specrl_jax.rewards.environments import play
+from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.generate import NoiseKey
@@ -27,7 +27,7 @@ R, TURNS = 20, 4
 @pytest.fixture(scope="module")
 def pool():
     limits = {"timeout": 20.0, "memory_mib": 512, "workers": 2}
-    with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
+    with EnvironmentPool("small_runs:Sums", **limits) as pool:
         yield pool
 
 
@@ -102,9 +102,9 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             turn = ends[0] + 1 if ends else n
             assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
             texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
-            step = play(Sums, texts, "3", "", {})
-            observation = TOKENIZER.encode(step.observation)
-            over = step.done or len(texts) == TURNS or not ends or turn + len(observation) >= R
+            said, reward, done = play(Sums, texts, "3")
+            observation = TOKENIZER.encode(said)
+            over = done or len(texts) == TURNS or not ends or turn + len(observation) >= R
             assert over == (turn == n)
             if not over:
                 assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
@@ -113,8 +113,8 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             else:
                 place = n
         assert played.turns[row] == len(texts)
-        assert played.scores.rewards[row] == step.reward
-        counts.add((len(texts), step.done))
+        assert played.scores.rewards[row] == reward
+        counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
     assert {done for _, done in counts} == {True, False}
     assert not played.scores.failed.any()
@@ -201,13 +201,13 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
         options = {"drafts": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
     expected = run(pool, spec, weights, prompts_of(), **options)
-    answered, score = [], pool.score
+    answered, submit = [], pool.submit
 
-    def spy(texts, *problems):
-        answered.append({len(turns) for turns in texts})
-        return score(texts, *problems)
+    def spy(episodes, responses):
+        answered.append({len(episode.responses) for episode in episodes})
+        return submit(episodes, responses)
 
-    monkeypatch.setattr(pool, "score", spy)
+    monkeypatch.setattr(pool, "submit", spy)
     played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(turns) > 1 for turns in answered)
     new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
