@@ -68,7 +68,7 @@ class EnvironmentPool(WorkerPool):
         program = environment_process.__name__
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")
-        self._replayable = loaded.replayable
+        self.replayable = loaded.replayable  # answers depend on responses alone, and come soon
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._numbers = itertools.count()
@@ -141,7 +141,7 @@ class EnvironmentPool(WorkerPool):
             episode.number = next(self._numbers)
             self._episodes[episode.number] = episode
             goes_on = episode.home is not None
-            if not (goes_on or self._replayable or len(episode.responses) == 1):
+            if not (goes_on or self.replayable or len(episode.responses) == 1):
                 self._answer(episode, Result(failure="its environment's process has ended"))
                 continue
             if not goes_on:
@@ -201,6 +201,9 @@ class EnvironmentPool(WorkerPool):
         """Note what a worker reports; return the episodes that are to be played again."""
         if report is None:
             self._read.discard(conn)
+            for worker in self._workers:
+                if worker.conn is conn:
+                    worker.kill()  # the rest of it: another one is started in its place
             lost = [x for x in self._episodes.values() if x.home is conn]
             return [x for x in lost if self._is_lost(x, Report(x.number, None, False, 1))]
         number, result, *rest = report
@@ -221,7 +224,7 @@ class EnvironmentPool(WorkerPool):
             return False
         episode.tries += report.tries
         may_begin = report.result is None and len(episode.responses) == 1
-        if episode.tries < MAX_TRIES and (self._replayable or may_begin):
+        if episode.tries < MAX_TRIES and (self.replayable or may_begin):
             return True
         ended = f"{episode.tries} processes of its environment ended"
         failure = "its environment's process has ended" if episode.tries < MAX_TRIES else ended

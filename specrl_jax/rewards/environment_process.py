@@ -162,20 +162,20 @@ class _Template(worker_process.Template):
     def _start_steps(self) -> None:
         """Hand over what waits, to no more than `MAX_STEPS` at a time."""
         running = sum(held.running > 0 for held in self._held.values())
-        for key, held in self._held.items():
+        for held in self._held.values():
             if running >= MAX_STEPS:
                 return
             if not held.waiting or held.running:
                 continue
             if held.conn is None:
-                self._start(key, held)
+                self._start(held)
             held.running = sum(bool(request.responses) for request in held.waiting)
             with contextlib.suppress(OSError):  # its end is noticed as it is waited for
                 held.conn.send(held.waiting)
             held.waiting = []
             running += held.running > 0
 
-    def _start(self, key: int, held: _Held) -> None:
+    def _start(self, held: _Held) -> None:
         held.conn, theirs = Pipe()
         held.pid = linux.fork()
         if held.pid == 0:
@@ -185,8 +185,8 @@ class _Template(worker_process.Template):
                 for conn in (self._conn, *(other.conn for other in self._held.values())):
                     if conn is not None:
                         conn.close()
-                cell = self._cell
-                _Keeper(self._loaded, self._settings, cell, self._beside, theirs).keep(str(key))
+                keeper = _Keeper(self._loaded, self._settings, self._cell, self._beside, theirs)
+                keeper.keep(folder=str(held.waiting[0].number))
             except Exception as error:
                 print(f"an environment could not be kept: {reason(error)}", file=sys.stderr)
             finally:

@@ -269,7 +269,7 @@ class Worker:
     """
 
     def __init__(self, program: str, settings: Settings):
-        self.conn: Connection  # to the process, once it has been started
+        self.conn: Connection | None = None  # to the process, once it has been started
         self._program = program
         self._settings = settings
         self._process: subprocess.Popen | None = None

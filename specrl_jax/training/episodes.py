@@ -6,7 +6,8 @@ never sampled, verified or trained on. Noise is keyed by a token's position in t
 change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
 Rows need not be in the same turn. Once few rows still generate, or wait for their environment
-(`allow_unfinished`), the next rollout goes on with all others.
+(`allow_unfinished`), the next rollout goes on with all others. Replayable environments are always
+waited for, so that no clock decides which rows are computed together.
 """
 
 import dataclasses
@@ -314,8 +315,11 @@ class _Episodes:
         """Wait for all but the last answers of this process's environments; answers by row."""
         in_progress = np.sum(~self.over[self.own])
         unfinished = in_progress - np.sum(self.waits[self.own])
-        most_waiting = max(int(self.scorer.allow_unfinished * in_progress) - unfinished, 0)
-        answers = self.scorer.pool.collect(self.episodes, most_waiting)
+        pool = self.scorer.pool
+        most_waiting = 0
+        if not pool.replayable:
+            most_waiting = int(self.scorer.allow_unfinished * in_progress) - unfinished
+        answers = pool.collect(self.episodes, max(most_waiting, 0))
         return {self.own.start + i: answer for i, answer in answers.items()}
 
     def _take(

@@ -1,6 +1,8 @@
 """Episodes against the environment played by itself, the plain forward pass, and without drafts."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -195,7 +197,7 @@ CASES += [
 
 @pytest.mark.parametrize(("rule", "drafted"), CASES)
 def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, drafted, monkeypatch):
-    """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
+    """Nobody waits for the slowest: the same episodes, in more rollouts, for every rule."""
     weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
@@ -208,6 +210,17 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         return submit(episodes, responses)
 
     monkeypatch.setattr(pool, "submit", spy)
+    collect, late = pool.collect, {}
+
+    def collect_late(episodes, most_waiting):
+        """Each third answer comes one call later."""
+        before = dict(late)
+        late.clear()
+        for i, answer in collect(episodes).items():
+            (late if i % 3 == 0 else before)[i] = answer
+        return before
+
+    monkeypatch.setattr(pool, "collect", collect_late)
     played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(turns) > 1 for turns in answered)
     new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
@@ -216,6 +229,40 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
     np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
     np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+
+
+def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch):
+    """Two threads stand for two processes; each runs half of the episodes, both get all."""
+    expected, _, weights = plain
+    index = threading.local()
+    meet = threading.Barrier(2, timeout=300)
+    values = [None, None]
+
+    def gather(value):
+        values[index.own] = value
+        meet.wait()
+        both = list(values)
+        meet.wait()
+        return both
+
+    monkeypatch.setattr(hosts, "gather", gather)
+    monkeypatch.setattr(
+        hosts, "own_part", lambda n: slice(n * index.own // 2, n * (index.own + 1) // 2)
+    )
+
+    def run_process(own):
+        index.own = own
+        limits = {"timeout": 20.0, "memory_mib": 512, "workers": 1}
+        with jax.set_mesh(mesh), EnvironmentPool("small_runs:Sums", **limits) as pool:
+            played = run(pool, spec_of(accept="match"), weights, prompts_of())
+            return played
+
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(run_process, range(2)))
+    for played in both:
+        check_equal(host(played.result.rollout), host(expected.result.rollout))
+        np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+        np.testing.assert_array_equal(played.turns, expected.turns)
 
 
 def _without_logprobs_of_forced(rollout):
