@@ -55,7 +55,7 @@ class EnvironmentPool(WorkerPool):
 
     name: of `ENVIRONMENTS`, or module:Class.
     timeout: wall-clock seconds that a step may take.
-    memory_mib: MiB that a step may allocate (Linux only).
+    memory_mib: MiB that the process of an episode may allocate (Linux only).
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
     """

@@ -3,6 +3,9 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import weak_environment_worker
@@ -162,6 +165,24 @@ def test_episodes_end_with_the_pool_and_where_they_are_ended(tmp_path):
     wait_for(lambda: not alive(pids[1]))
     with pytest.raises(RuntimeError, match="closed"):
         pool.begin([PROBLEM])
+
+
+def test_episodes_vanish_with_a_killed_parent(tmp_path):
+    main = f"""
+        from specrl_jax.rewards.environment_pool import EnvironmentPool
+        with EnvironmentPool("user_environments:Trusted", **{LIMITS | {"timeout": 600.0}}) as pool:
+            episodes = pool.begin([("", "", {{}})] * 4)
+            pool.submit(episodes, ["wait {tmp_path / "never"}"] * 4)
+            pool.collect(episodes)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(main)]
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as parent:
+        # Two guards, two templates, four keepers and four processes of episodes.
+        wait_for(lambda: len(descendants(parent.pid)) == 12)
+        pids = descendants(parent.pid)
+        parent.kill()
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 def test_mistakes_are_found_at_construction_in_one_line():

@@ -254,8 +254,7 @@ def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch)
         index.own = own
         limits = {"timeout": 20.0, "memory_mib": 512, "workers": 1}
         with jax.set_mesh(mesh), EnvironmentPool("small_runs:Sums", **limits) as pool:
-            played = run(pool, spec_of(accept="match"), weights, prompts_of())
-            return played
+            return run(pool, spec_of(accept="match"), weights, prompts_of())
 
     with ThreadPoolExecutor(2) as threads:
         both = list(threads.map(run_process, range(2)))
