@@ -83,8 +83,8 @@ def base() -> ConfigDict:
     config.reward = reward = ConfigDict()
     reward.name = "exact"  # exact | math | format | code | reasoning_gym | module:function | a sum
     reward.format = ""  # regex of a whole response, for format; "": <think>..</think>, then text
-    reward.timeout = 5.0  # wall-clock seconds that scoring one answer may take
-    reward.memory_mib = 1024  # MiB that scoring one answer may allocate
+    reward.timeout = 5.0  # wall-clock seconds for one answer, or one step of an environment
+    reward.memory_mib = 1024  # MiB that one answer, or one episode, may allocate
     reward.workers = 0  # scoring processes; 0: one per core, at most 16
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off

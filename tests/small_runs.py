@@ -117,6 +117,14 @@ class Sums:
         return str(self._sum % 8), float(done), done
 
 
+def play(make, responses, answer: str, task: str = "", metadata: dict | None = None):
+    """Returns the last answer of an environment, (observation, reward of all turns, done)."""
+    environment = make()
+    environment.reset(answer=answer, task=task, metadata=metadata or {})
+    steps = [environment.step(response) for response in responses]
+    return steps[-1][0], sum(step[1] for step in steps), steps[-1][2]
+
+
 class QuickSums(Sums):
     """`Sums` that "8" breaks too."""
 

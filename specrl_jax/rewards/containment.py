@@ -134,8 +134,7 @@ class Cell:
             linux.mount_memory(self._scratch, self._memory)
         self._give_scratch()
         if not self.trusts:
-            os.environ |= dict.fromkeys(("HOME", "TMPDIR"), scratch)
-            tempfile.tempdir = scratch
+            self._use_scratch()
         if self._contained:
             linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
 
@@ -155,12 +154,37 @@ class Cell:
         }
         return [what for what, by in covered.items() if not by]
 
-    def confine(self) -> None:
-        """Confine this process, for good: it is to run one answer."""
+    def enter_folder(self, name: str) -> None:
+        """Go on in a new folder of the scratch directory: other processes use the directory too.
+
+        Call it in a copy of the cell, in a process that is forked.
+        """
+        if self.trusts:
+            return
+        self._scratch = os.path.join(self._scratch, name)
+        os.mkdir(self._scratch)
+        if self._read_only:
+            linux.mount_memory(self._scratch, self._memory)
+        self._give_scratch()
+        self._use_scratch()
+
+    def leave_folder(self) -> None:
+        """Remove the folder of `enter_folder`. Raises OSError where that fails."""
+        if self.trusts:
+            return
+        if self._read_only:
+            linux.unmount(self._scratch)
+        shutil.rmtree(self._scratch)
+
+    def confine(self, beside: int = 0) -> None:
+        """Confine this process, for good: it is to run one answer.
+
+        beside: processes of other answers that the kernel counts with those of this one.
+        """
         if self.trusts:
             return
         os.chdir(self._scratch)
-        self._set_limits()
+        self._set_limits(beside)
         if not self._contained:
             return
         if self._user:
@@ -211,18 +235,22 @@ class Cell:
             self._as_owner = code == 0
             self._is_limited = True
 
+    def _use_scratch(self) -> None:
+        os.environ |= dict.fromkeys(("HOME", "TMPDIR"), self._scratch)
+        tempfile.tempdir = self._scratch
+
     def _give_scratch(self) -> None:
         if self._user:
             os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
             os.chmod(self._scratch, 0o770)
 
-    def _set_limits(self) -> None:
+    def _set_limits(self, beside: int) -> None:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_FSIZE, self._memory)
         _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         if linux.LINUX:
             others = 0 if self._user else self._tasks
-            _limit(resource.RLIMIT_NPROC, others + MAX_PROCESSES)
+            _limit(resource.RLIMIT_NPROC, others + beside + MAX_PROCESSES)
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:

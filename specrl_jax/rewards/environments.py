@@ -1,16 +1,15 @@
 """Multi-turn environments: they answer responses until an episode is over.
 
 An environment is a plain class of the protocol `Environment`: one of `ENVIRONMENTS`, or a user's
-own by `module:Class`. It runs in the reward workers, within limits of time and memory. A worker
-keeps no episode: each turn plays it again from the start, so a checkpoint holds nothing of it. An
-environment must therefore be deterministic. No JAX.
+own by `module:Class`. One object is made for an episode. It lives in a process of the workers
+(`environment_process`), within limits of time and memory, until the episode is over. No JAX.
 """
 
 import ast
 import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from specrl_jax.rewards.scorers import load_by_name
@@ -27,13 +26,18 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode. Its first prompt is the problem's."""
+    """One episode. Its first prompt is the problem's.
+
+    A class may say `replayable = True`: the same responses get the same answers, and soon. An
+    episode whose process ends unexpectedly is then played again. It may say `contained = False`:
+    the class is trusted, and keeps the network and the files of its user.
+    """
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
         """Begin the episode of a problem."""
 
     def step(self, response: str) -> Step:
-        """Answer the policy's next response. An exception ends the episode with reward 0."""
+        """Answer the policy's next response; an exception ends the episode with reward 0."""
 
 
 class Guess:
@@ -41,6 +45,8 @@ class Guess:
 
     The right number ends the episode with reward 1.
     """
+
+    replayable = True
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
         self._secret = int(answer)
@@ -61,6 +67,8 @@ class Calculator:
     Reward 1 if the final answer equals the problem's, blanks at both ends aside. It knows numbers,
     brackets and + - * / // % **; anything else is answered by "?".
     """
+
+    replayable = True
 
     _CALL = re.compile(r"\[([^\[\]]*)\]\s*$")
 
@@ -130,19 +138,10 @@ def load_environment(name: str) -> Callable[[], Environment]:
     return load_by_name("environment.name", ENVIRONMENTS, name, "module:Class", check)
 
 
-def play(
-    make: Callable[[], Environment],
-    responses: Sequence[str],
-    answer: str,
-    task: str,
-    metadata: dict,
-) -> Step:
-    """Return the step after the last of an episode's responses, with the reward of all turns."""
-    environment = make()
-    environment.reset(answer=answer, task=task, metadata=metadata)
-    step = Step()
-    reward = 0.0
-    for response in responses:
-        step = Step(*environment.step(response))
-        reward += float(step.reward)
-    return Step(str(step.observation)[:MAX_OBSERVATION], reward, step.done)
+def take_step(environment: Environment, response: str) -> Step:
+    """Return the environment's answer; an exception where it is no `Step`."""
+    step = Step(*environment.step(response))
+    if not isinstance(step.observation, str):
+        kind = type(step.observation).__name__
+        raise TypeError(f"the observation of a step must be text, got {kind}")
+    return Step(step.observation[:MAX_OBSERVATION], float(step.reward), bool(step.done))

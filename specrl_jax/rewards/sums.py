@@ -19,15 +19,13 @@ from specrl_jax.types import PADDING
 
 
 def make_pool(
-    name: str, *, threshold: float, environment: str = "", format: str = "", **limits
+    name: str, *, threshold: float, format: str = "", **limits
 ) -> "RewardPool | RewardSum":
     """Make what scores by `reward.name`; a mistake is raised here, in one line.
 
     threshold: > 0: the reward is 1 where the score, of a sum the sum, reaches it, else 0.
     format: `reward.format`. limits: further arguments of `RewardPool`.
     """
-    if environment:
-        return RewardPool(name, threshold=threshold, environment=environment, **limits)
     weights = reward_terms(name)
     functions = {term: load_scorer(term, format) for term in weights}
     batched = {term for term, function in functions.items() if is_batched(function)}

@@ -4,7 +4,8 @@ A worker is a guard, which runs nothing but this file, and its child, the templa
 the scorer and never runs it. The template forks a process that gives up what it need not have
 (`containment`), scores, reports and ends; all that it has started ends with it. Where a scorer may
 execute an answer's text, each answer has its own: it cannot reach another answer, the template or
-the pipe to the run. `workers` is the other end of that pipe. No JAX.
+the pipe to the run. `workers` is the other end of that pipe. `environment_process` has a template
+whose processes last for an episode. No JAX.
 """
 
 import collections
@@ -24,11 +25,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
-from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
+from specrl_jax.rewards.environments import MAX_OBSERVATION
 from specrl_jax.rewards.scorers import find_scorer, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
@@ -44,11 +45,11 @@ MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
 class Result(NamedTuple):
-    """Reward of one response, or why there is none."""
+    """Reward of one response or of a turn, or why there is none."""
 
     score: float = 0.0
-    done: bool = True
-    observation: str = ""
+    done: bool = True  # of an episode; always so without an environment
+    observation: str = ""  # of an environment
     failure: str = ""  # why there is no score, in one printable line
 
     def to_line(self) -> bytes:
@@ -62,33 +63,23 @@ class Result(NamedTuple):
             score, done, observation, failure = json.loads(line)
             if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
                 failure = printable(failure[:MAX_FAILURE])
-                return Result(_checked(float(score)), done, observation[:MAX_OBSERVATION], failure)
+                return Result(checked(float(score)), done, observation[:MAX_OBSERVATION], failure)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")
 
 
 class Loaded(NamedTuple):
-    """Scorer or environment as the workers run it."""
+    """Scorer as the workers run it."""
 
     score: Callable[..., Result]  # of a response and its problem
-    contained: bool  # False: the user's function or class says `contained = False`
+    contained: bool  # False: the user's function says `contained = False`
     # Tasks whose answers need a process of their own, as their text may be executed; None: all.
     alone: frozenset[str] | None
 
 
-def load(name: str, extract: str, environment: str, format: str) -> Loaded:
-    """Load the scorer or the environment; ValueError in one line."""
-    if environment:
-        make = load_environment(environment)
-
-        def step(responses: Sequence[str], *problem) -> Result:
-            last = play(make, responses, *problem)
-            return Result(_checked(last.reward), bool(last.done), last.observation)
-
-        contained = bool(getattr(make, "contained", True))
-        trusted = not contained or environment in ENVIRONMENTS
-        return Loaded(step, contained, frozenset() if trusted else None)
+def load(name: str, extract: str, format: str) -> Loaded:
+    """Load the scorer; ValueError in one line."""
     known = find_scorer(name)
     scorer = load_scorer(name, format)
     pattern = answer_pattern("" if known.reads_whole else extract, "reward.extract")
@@ -99,13 +90,14 @@ def load(name: str, extract: str, environment: str, format: str) -> Loaded:
         if response is None:
             return Result()
         reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
-        return Result(_checked(float(reward)))
+        return Result(checked(float(reward)))
 
     contained = bool(getattr(scorer, "contained", True))
     return Loaded(score, contained, known.executes if contained else frozenset())
 
 
-def _checked(score: float) -> float:
+def checked(score: float) -> float:
+    """Return a score; ValueError where it is no number of a reward."""
     if abs(score) <= MAX_SCORE:
         return score
     raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
@@ -120,13 +112,12 @@ def _extract(pattern: re.Pattern, response: str) -> str | None:
 class Settings(NamedTuple):
     """Arguments that a worker is started with."""
 
-    name: str  # of the scorer
-    extract: str
-    environment: str
-    format: str
+    name: str  # of the scorer or the environment
     timeout: float  # seconds an answer may take
     memory_mib: int  # MiB an answer may allocate
     contained: bool
+    extract: str = ""
+    format: str = ""
 
 
 # The guard ----------------------------------------------------------------------------------------
@@ -134,14 +125,20 @@ class Settings(NamedTuple):
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
     """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
+    guard(Template, conn_fd, lifeline_fd, Settings(*settings))
+
+
+def guard(
+    make_template: Callable[..., "Template"], conn_fd: int, lifeline_fd: int, settings: Settings
+) -> NoReturn:
+    """Guard a template, and end all that it has started once one of both ends or the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks = containment.count_tasks()
     scratch = tempfile.mkdtemp(prefix="specrl-reward-")
     user = linux.own_user()
-    chosen = Settings(*settings)
     alive, held = os.pipe()  # the second is the template's: it closes as the template ends
     try:
-        namespaces = linux.enter_namespaces() if chosen.contained else None
+        namespaces = linux.enter_namespaces() if settings.contained else None
         template = linux.fork()
     except BlockingIOError:
         os.rmdir(scratch)
@@ -150,8 +147,9 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
         linux.die_with_parent()
         os.close(lifeline_fd)
         os.close(alive)
-        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks, user)
-        _Template(conn_fd, held, chosen).serve(cell)
+        memory = settings.memory_mib << 20
+        cell = partial(containment.Cell, scratch, memory, namespaces, tasks, user)
+        make_template(conn_fd, held, settings).serve(cell)
     os.close(conn_fd)
     os.close(held)
     linux.adopt_orphans()
@@ -167,7 +165,7 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
 # The template -------------------------------------------------------------------------------------
 
 
-class _Template:
+class Template:
     """Scores what it is sent, each answer in a process forked from this one."""
 
     def __init__(self, conn_fd: int, held_fd: int, settings: Settings):
@@ -180,35 +178,43 @@ class _Template:
         code = 0
         try:
             try:
-                self._load()
+                linux.adopt_orphans()
+                apart = self.load()
+                gc.collect()
+                gc.freeze()  # what is here is not collected, so not copied, in forked processes
                 self._cell = make_cell()
-                apart = find_scorer(self._settings.name).starts_program
                 started = ["", self._cell.gaps(apart)]
             except BlockingIOError:
                 raise
             except BaseException as error:
-                started = [_failure(error).failure, []]
+                started = [failure(error).failure, []]
             self._send(started)
             while not started[0]:
-                self._score_all(*self._conn.recv())
+                self.serve_next()
         except BlockingIOError:
             code = NO_ROOM
         except (EOFError, OSError, RecursionError):
             pass
         os._exit(code)
 
-    def _load(self) -> None:
-        linux.adopt_orphans()
+    def load(self) -> bool:
+        """Import what forked processes run; return whether it should run in a program of its own.
+
+        Such a program cannot be started as the owner of files (`Cell.gaps`).
+        """
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
-        name, extract, environment, format, *_ = self._settings
-        self._loaded = load(name, extract, environment, format)
+        settings = self._settings
+        self._loaded = load(settings.name, settings.extract, settings.format)
         # Imports and compiled patterns. What executes answers and the user's function wait.
-        known = find_scorer(name)
+        known = find_scorer(settings.name)
         if known.score and self._loaded.alone is not None:
             with contextlib.suppress(Exception):
                 known.score(r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
-        gc.collect()
-        gc.freeze()  # what is here is not collected, so not copied, in every forked process
+        return known.starts_program
+
+    def serve_next(self) -> None:
+        """Score the next batch that the parent sends."""
+        self._score_all(*self._conn.recv())
 
     def _send(self, report: list) -> None:
         self._conn.send_bytes(json.dumps(report).encode())
@@ -237,7 +243,7 @@ class _Template:
             _score_and_end(self._loaded, self._cell, items, report_fds[1], printed_fds[1])
         os.close(report_fds[1])
         os.close(printed_fds[1])
-        reader = _Reader(report_fds[0], printed_fds[0])
+        reader = Reader(report_fds[0], printed_fds[0])
         reason = ""
         for _ in items:
             line = reader.read(self._settings.timeout)
@@ -254,7 +260,7 @@ class _Template:
             yield Result(failure=reason or f"the scorer's process died (exit code {code})")
 
 
-class _Reader:
+class Reader:
     """Reads what a process reports, which may be anything, and the start of what it prints."""
 
     def __init__(self, report_fd: int, printed_fd: int):
@@ -310,7 +316,31 @@ def _score_and_end(
     printed_fd: int,
 ) -> NoReturn:
     """Score and report items in this process, and end it."""
-    pid = os.getpid()
+    hint = CONTAINED if loaded.alone is None else ""
+
+    def score(file: BinaryIO) -> None:
+        pid = os.getpid()
+        for item in items:
+            only = len(items) == 1
+            result = within_memory(cell, partial(loaded.score, *item), for_good=only, hint=hint)
+            if os.getpid() != pid:  # a copy that the answer has forked
+                break
+            file.write(result.to_line())
+
+    run_confined(cell, score, report_fd, printed_fd)
+
+
+def run_confined(
+    cell: containment.Cell,
+    work: Callable[[BinaryIO], None],
+    report_fd: int,
+    printed_fd: int,
+    beside: int = 0,
+) -> NoReturn:
+    """Confine this process, do the work, which gets the file for its reports, and end.
+
+    beside: as of `Cell.confine`.
+    """
     try:
         os.setsid()
         linux.die_with_parent()
@@ -319,31 +349,32 @@ def _score_and_end(
         os.close(printed_fd)
         with open(report_fd, "wb", buffering=0) as file:
             try:
-                cell.confine()
+                cell.confine(beside)
             except OSError as error:  # an answer is not run without what the system can give
-                file.write(_failure(error).to_line())
+                file.write(failure(error).to_line())
                 os._exit(0)
-            for item in items:
-                result = _within_memory(loaded, cell, item, is_only=len(items) == 1)
-                if os.getpid() != pid:  # a copy that the answer has forked
-                    break
-                file.write(result.to_line())
+            work(file)
     finally:
         os._exit(0)
 
 
-def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only: bool) -> Result:
-    """Score one item under the memory limit; is_only: for good, as no other item follows."""
+def within_memory(
+    cell: containment.Cell, score: Callable[[], Result], *, for_good: bool, hint: str
+) -> Result:
+    """Call a function under the memory limit; what it raises is a failure.
+
+    for_good: the limit stays. hint: follows the reason of an error of the system.
+    """
     try:
-        cell.limit_memory(for_good=is_only)
-        return loaded.score(*item)
+        cell.limit_memory(for_good)
+        return score()
     except BaseException as error:  # SystemExit too: an answer may contain exit()
-        return _failure(error, CONTAINED if loaded.alone is None else "")
+        return failure(error, hint)
     finally:
         containment.lift_memory_limit()
 
 
-def _failure(error: BaseException, hint: str = "") -> Result:
+def failure(error: BaseException, hint: str = "") -> Result:
     """Return the failure of an error. hint: follows the reason of an error of the system."""
     if isinstance(error, MemoryError):
         return Result(failure="out of memory")

@@ -1,6 +1,6 @@
 """Scores batches of responses in worker processes.
 
-Takes a scorer or an environment by name, and texts; gives `Rewards`. A policy's text can keep a
+Takes a scorer by name, and texts; gives `Rewards`. A policy's text can keep a
 scorer busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and some
 scorers execute it. So every answer is scored in a process of its own (`worker_process`), within
 limits. An answer that breaks a limit fails with reward 0; the others are not affected.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 
 import numpy as np
 
@@ -49,8 +49,6 @@ class Rewards:
     rewards: np.ndarray  # float32 [B], 0 where failed
     failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died, gave no number
     reasons: tuple[str, ...]  # B texts, "" unless failed
-    done: np.ndarray  # bool [B]: the episode is over; always so without an environment
-    observations: tuple[str, ...]  # B texts: the environment's answers where not done
     # The rewards of each function of a sum, float32 [B], before weights and threshold.
     by_function: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -59,8 +57,7 @@ class Rewards:
         """Make the rewards of whole responses from their scores, of which some failed."""
         failed = np.array([bool(reason) for reason in reasons], np.bool_)
         rewards = np.where(failed, 0, scores).astype(np.float32)
-        done = np.ones(len(reasons), np.bool_)
-        return cls(rewards, failed, tuple(reasons), done, ("",) * len(reasons), **more)
+        return cls(rewards, failed, tuple(reasons), **more)
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
@@ -69,8 +66,6 @@ class Rewards:
             rewards=np.concatenate([x.rewards for x in parts]),
             failed=np.concatenate([x.failed for x in parts]),
             reasons=tuple(chain(*(x.reasons for x in parts))),
-            done=np.concatenate([x.done for x in parts]),
-            observations=tuple(chain(*(x.observations for x in parts))),
             by_function={
                 name: np.concatenate([x.by_function[name] for x in parts])
                 for name in parts[0].by_function
@@ -83,10 +78,79 @@ def apply_threshold(scores: np.ndarray, threshold: float) -> np.ndarray:
     return (scores >= np.float32(threshold)).astype(np.float32) if threshold > 0 else scores
 
 
-class RewardPool(contextlib.AbstractContextManager):
-    """Scores batches; a worker that an answer hangs is killed and replaced.
+class WorkerPool(contextlib.AbstractContextManager):
+    """Worker processes, whatever they do. Calls are safe from several threads.
 
-    Calls are safe from several threads; batches are scored one at a time.
+    program: module of the workers.
+    executes: what may run code in answers, for the warning where nothing contains it.
+    field: of the config, for the same.
+    """
+
+    def __init__(self, program: str, settings: Settings, count: int, executes: str, field: str):
+        self._workers = [Worker(program, settings) for _ in range(count)]
+        self._executes = executes
+        self._field = field
+        self._warned = False
+        self._waited = False
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def warm_up(self) -> None:
+        """Start the workers; their imports go on in the background."""
+        for worker in self._workers:
+            with contextlib.suppress(BlockingIOError):  # it is started once it is needed
+                worker.ensure_started()
+
+    def close(self) -> None:
+        """Kill the workers; the pool cannot be used again."""
+        with self._lock:
+            self._closed = True
+            self._kill()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+
+    def _wait_for_room(self, error: OSError, begun: float, stop: threading.Event) -> None:
+        """Wait a second, and say so once; ChildProcessError where no process started for long."""
+        if time.monotonic() - begun > ROOM_S:
+            raise ChildProcessError(
+                f"no reward worker could start for {ROOM_S:g} s ({error.strerror}): "
+                "end other programs, or set reward.workers lower"
+            )
+        if not self._waited:
+            self._waited = True
+            line = "no reward worker can start now (%s): waiting up to %g s for the machine"
+            _log.warning(line, error.strerror, ROOM_S)
+        stop.wait(1.0)
+
+    def _warn(self) -> None:
+        """Say once what code in an answer can do, where the workers may run it."""
+        gaps = next((worker.gaps for worker in self._workers if worker.gaps), [])
+        if gaps and self._executes and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: this system cannot contain code in answers: it can %s; run by %s",
+                self._field,
+                ", ".join(gaps),
+                self._executes,
+            )
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
+def num_workers(workers: int) -> int:
+    """Return the number of processes that `reward.workers` asks for; 0: one per core, up to 16."""
+    return int(workers) or min(os.cpu_count() or 1, 16)
+
+
+class RewardPool(WorkerPool):
+    """Scores batches, one at a time; a worker that an answer hangs is killed and replaced.
 
     name: of `SCORERS`, or module:function.
     timeout: wall-clock seconds per answer.
@@ -95,8 +159,6 @@ class RewardPool(contextlib.AbstractContextManager):
     threshold: > 0: the reward is 1 where the score reaches it, else 0.
     extract: a regular expression; group 1 of its last match in the answer part is the answer (no
       match: reward 0).
-    environment: of `ENVIRONMENTS`, or module:Class; it takes the place of the scorer, and a
-      response is then the texts of an episode's turns so far.
     format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
     """
 
@@ -109,48 +171,34 @@ class RewardPool(contextlib.AbstractContextManager):
         workers: int,
         threshold: float = 0.0,
         extract: str = "",
-        environment: str = "",
         format: str = "",
     ):
-        loaded = worker_process.load(name, extract, environment, format)  # a mistake is raised here
+        loaded = worker_process.load(name, extract, format)  # a mistake is raised here
         self._score_here = loaded.score
-        self._reads_part = reads_answer_part(name, extract) and not environment
+        self._reads_part = reads_answer_part(name, extract)
+        self._threshold = float(threshold)
         # A user's pattern needs a process, as it may backtrack for ever.
-        here = not (find_scorer(name).needs_process or extract or environment)
-        count = 0 if here else int(workers) or min(os.cpu_count() or 1, 16)
+        here = not (find_scorer(name).needs_process or extract)
         limits = (float(timeout), int(memory_mib))
-        settings = Settings(name, extract, environment, format, *limits, loaded.contained)
-        self._workers = [_Worker(settings) for _ in range(count)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        settings = Settings(name, *limits, loaded.contained, extract, format)
+        executes = name
+        if loaded.alone is not None:
+            executes = ", ".join(sorted(loaded.alone))
+        count = 0 if here else num_workers(workers)
+        super().__init__(worker_process.__name__, settings, count, executes, "reward.name")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threshold = float(threshold)
-        self._executes = environment or name
-        if loaded.alone is not None:
-            self._executes = ", ".join(sorted(loaded.alone))
-        self._warned = False
-        self._waited = False
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def warm_up(self) -> None:
-        """Start the workers; their imports go on in the background."""
-        for worker in self._workers:
-            with contextlib.suppress(BlockingIOError):  # it is started once it is needed
-                worker.ensure_started()
 
     def score(
         self,
-        responses: Sequence[str | Sequence[str]],
+        responses: Sequence[str],
         answers: Sequence[str],
         tasks: Sequence[str],
         metadatas: Sequence[dict],
         parts: Sequence[str | None] | None = None,
     ) -> Rewards:
-        """Score B responses, or take the step of each episode's last turn.
+        """Score B responses.
 
         parts: the responses' answer parts, for scorers that read no more; None: a response without
           an answer. Left out, they are the whole responses.
@@ -159,28 +207,15 @@ class RewardPool(contextlib.AbstractContextManager):
         texts = parts if self._reads_part and parts is not None else responses
         items = list(zip(texts, answers, tasks, metadatas, strict=True))
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
+            self._check_open()
             if self._workers:
                 results = self._run(items)
                 self._warn()
             else:
                 results = [self._score_here(*item) for item in items]
         scores = np.array([result.score for result in results], np.float32)
-        failed = np.array([bool(result.failure) for result in results], np.bool_)
-        return Rewards(
-            rewards=np.where(failed, np.float32(0), apply_threshold(scores, self._threshold)),
-            failed=failed,
-            reasons=tuple(result.failure for result in results),
-            done=np.array([result.done for result in results], np.bool_),
-            observations=tuple(result.observation for result in results),
-        )
-
-    def close(self) -> None:
-        """Kill the workers; the pool cannot be used again."""
-        with self._lock:
-            self._closed = True
-            self._kill()
+        rewards = apply_threshold(scores, self._threshold)
+        return Rewards.make_whole(rewards, [result.failure for result in results])
 
     def _run(self, items: list[tuple]) -> list[Result]:
         """A thread for each worker hands it one chunk of answers after another."""
@@ -220,34 +255,6 @@ class RewardPool(contextlib.AbstractContextManager):
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _wait_for_room(self, error: OSError, begun: float, stop: threading.Event) -> None:
-        """Wait a second, and say so once; ChildProcessError where no process started for long."""
-        if time.monotonic() - begun > ROOM_S:
-            raise ChildProcessError(
-                f"no reward worker could start for {ROOM_S:g} s ({error.strerror}): "
-                "end other programs, or set reward.workers lower"
-            )
-        if not self._waited:
-            self._waited = True
-            line = "no reward worker can start now (%s): waiting up to %g s for the machine"
-            _log.warning(line, error.strerror, ROOM_S)
-        stop.wait(1.0)
-
-    def _warn(self) -> None:
-        """Say once what code in an answer can do, where the scorer may run it."""
-        gaps = next((worker.gaps for worker in self._workers if worker.gaps), [])
-        if gaps and self._executes and not self._warned:
-            self._warned = True
-            _log.warning(
-                "reward.name: this system cannot contain code in answers: it can %s; run by %s",
-                ", ".join(gaps),
-                self._executes,
-            )
-
-    def _kill(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-
 
 def _raise_if_short(code: int | None) -> None:
     """Raise BlockingIOError where a worker has ended with the exit code of `NO_ROOM`."""
@@ -255,10 +262,15 @@ def _raise_if_short(code: int | None) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-class _Worker:
-    """Parent's side of one process; another one takes its place when it has ended."""
+class Worker:
+    """Parent's side of one process; another one takes its place when it has ended.
 
-    def __init__(self, settings: Settings):
+    program: its module, with a function `serve`.
+    """
+
+    def __init__(self, program: str, settings: Settings):
+        self.conn: Connection | None = None  # to the process, once it has been started
+        self._program = program
         self._settings = settings
         self._process: subprocess.Popen | None = None
         self._ready = False
@@ -272,15 +284,14 @@ class _Worker:
     def score(self, items: list[tuple]) -> list[Result]:
         """Return the results of the first answers, up to a missing report or another answer's.
 
-        The process is replaced after such a report. ChildProcessError where none can be started,
-        BlockingIOError where the machine has no room for it now.
+        The process is replaced after such a report. Raises what `ensure_ready` raises.
         """
-        self._ensure_ready()
+        self.ensure_ready()
         results = []
         with contextlib.suppress(OSError, EOFError, ValueError, TimeoutError):
             first = self._asked
             self._asked += len(items)
-            self._conn.send((first, items))
+            self.conn.send((first, items))
             for expected in range(first, self._asked):
                 number, *result = self._receive(self._settings.timeout + GRACE_S)
                 if number != expected:
@@ -307,12 +318,16 @@ class _Worker:
 
     def _receive(self, seconds: float) -> list:
         """Return the next report; TimeoutError where none comes, EOFError after the process."""
-        if not self._conn.poll(seconds):
+        if not self.conn.poll(seconds):
             raise TimeoutError(f"no report within {seconds:g} s")
-        return json.loads(self._conn.recv_bytes())
+        return json.loads(self.conn.recv_bytes())
 
-    def _ensure_ready(self) -> None:
-        """Wait for the imports of a process; start another one where it dies in them."""
+    def ensure_ready(self) -> None:
+        """Wait for the imports of a process; start another one where it dies in them.
+
+        ChildProcessError where none can be started, BlockingIOError where the machine has no room
+        for it now.
+        """
         for _ in range(MAX_STARTS):
             self.ensure_started()
             if self._ready:
@@ -335,12 +350,12 @@ class _Worker:
     def _start(self) -> None:
         self.kill()
         self._ready = False
-        self._conn, theirs = Pipe()
+        self.conn, theirs = Pipe()
         # The process ends when the write end closes, which it does with this process.
         read_end, self._lifeline = Pipe(duplex=False)
         fds = (theirs.fileno(), read_end.fileno())
         paths = [path for path in sys.path if isinstance(path, str)]
-        code = f"import sys; sys.path[:] = {paths!r}; from {worker_process.__name__} import serve; "
+        code = f"import sys; sys.path[:] = {paths!r}; from {self._program} import serve; "
         code += f"serve{(*fds, *self._settings)!r}"
         # One thread each; no accelerator, should a user's module import JAX; one order of sets in
         # every run, as sympy's results can depend on it; and one encoding, as what an answer or a

@@ -191,14 +191,14 @@ def turn_drafts(
 
     A draft of n tokens for a row that holds m < n is one for n - m tokens. begins: int32 [B], where
     the rows' turns began; None: after what they hold. A row that has rejected a token since has no
-    draft until its turn ends.
+    draft until its turn ends. A row that is done has none.
     """
     positions = jnp.arange(drafts.tokens.shape[1])[None, :]
     begin = jnp.zeros_like(drafts.lens) if begun is None else begun.rollout.lens
     same = drafts.lens > begin
     if begun is not None:
         differ = (drafts.tokens != begun.rollout.tokens) & (positions < begin[:, None])
-        same &= ~jnp.any(differ, axis=1)
+        same &= ~jnp.any(differ, axis=1) & ~begun.done
     if begins is not None:
         drawn = (begun.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
         same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)

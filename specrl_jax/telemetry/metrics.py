@@ -149,6 +149,7 @@ METRICS: dict[str, Metric] = {
     "time/extend": Metric("of the rollout: prompts and drafts, as rows begin", "seconds"),
     "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
     "time/reward": Metric("scoring the responses", "seconds"),
+    "time/environment": Metric("of these: waiting for the environment's answers", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
     "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),
     "time/compile": Metric("compiling programs or reading them, since the last record", "seconds"),

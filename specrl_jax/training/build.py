@@ -32,6 +32,7 @@ from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained, param_count
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
+from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.scorers import reads_answer_part
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -102,16 +103,17 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
     if reads_answer_part(settings.name, settings.extract) and not environment.name:
         _check_tags(settings, tags, tokenizer)
-    pool = make_pool(
-        settings.name,
-        environment=environment.name,
-        format=settings.format,
-        timeout=settings.timeout,
-        memory_mib=settings.memory_mib,
-        workers=settings.workers,
-        threshold=settings.threshold,
-        extract=settings.extract,
-    )
+    limits = {
+        "timeout": settings.timeout,
+        "memory_mib": settings.memory_mib,
+        "workers": settings.workers,
+        "threshold": settings.threshold,
+    }
+    if environment.name:
+        pool = EnvironmentPool(environment.name, **limits)
+    else:
+        texts = {"format": settings.format, "extract": settings.extract}
+        pool = make_pool(settings.name, **texts, **limits)
     return ResponseScorer(
         pool,
         tokenizer,

@@ -5,12 +5,16 @@ of sequence, and between them what the environment answered. The environment's t
 never sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts
 change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
-Rows need not be in the same turn. Once few rows still generate (`allow_unfinished`), the others are
-answered, and the next rollout goes on with all of them.
+Rows need not be in the same turn. Once few rows still generate, or wait for their environment
+(`allow_unfinished`), the next rollout goes on with all others. Replayable environments are always
+waited for, so that no clock decides which rows are computed together.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +23,7 @@ from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.environment_pool import Answer, EnvironmentPool
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rewards.workers import RewardPool, Rewards
@@ -92,14 +97,14 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
 class ResponseScorer:
     """Scorer that rolls prompts out and scores the responses: one turn each, or episodes."""
 
-    pool: RewardPool | RewardSum
+    pool: RewardPool | RewardSum | EnvironmentPool
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
     stop: tuple[str, ...] = ()  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
-    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
+    # Share of the episodes in progress that the others do not wait for, [0, 1).
     allow_unfinished: float = 0.0
 
     def respond(
@@ -115,11 +120,12 @@ class ResponseScorer:
     ) -> Responses:
         """Roll `prompts` out and score the responses; arguments as of `rollout.generate`.
 
-        clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
+        clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward,
+          and of these the seconds that environments were waited for, as time/environment.
         """
         clock = clock or Stopwatch()
         generate_rows = generate_forked if spec.forks else generate
-        turns = self.begin(spec, prompts, carry_over)
+        turns = self.begin(spec, prompts, carry_over, clock)
         responses = None
         while responses is None:
             with clock.timed("time/rollout"):
@@ -137,11 +143,11 @@ class ResponseScorer:
         return responses
 
     def begin(
-        self, spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver
+        self, spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver, clock: Stopwatch
     ) -> "_OneTurn | _Episodes":
         """Begin a response, or an episode, in each row."""
         if self.max_turns:
-            return _Episodes(spec, prompts, self, carry_over)
+            return _Episodes(spec, prompts, self, carry_over, clock)
         return _OneTurn(self, prompts, carry_over)
 
     def text(self, ids: np.ndarray) -> str:
@@ -172,16 +178,22 @@ class ResponseScorer:
         An error of a pool in one process is raised in all.
         """
         part = hosts.own_part(len(texts))
-        own: Rewards | Exception
-        try:
-            own = self.pool.score(texts[part], *(values[part] for values in problems))
-        except Exception as error:
-            own = error
-        parts = hosts.gather(own)
-        for x in parts:
-            if isinstance(x, Exception):
-                raise x
-        return Rewards.joined(parts)
+        own = functools.partial(self.pool.score, texts[part], *(x[part] for x in problems))
+        return Rewards.joined(_gather(own))
+
+
+def _gather(function: Callable[[], Any]) -> list[Any]:
+    """Return what a function returns in every process; what it raises in one is raised in all."""
+    own: Any
+    try:
+        own = function()
+    except Exception as error:
+        own = error
+    parts = hosts.gather(own)
+    for x in parts:
+        if isinstance(x, Exception):
+            raise x
+    return parts
 
 
 def _problems(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
@@ -214,39 +226,52 @@ class _OneTurn:
 
 
 class _Episodes:
-    """Episodes in progress, one a row; arrays are [B]."""
+    """Episodes in progress, one a row; arrays are [B].
+
+    A row is in the middle of a turn, or waits for its environment, or is over. Each process runs
+    the environments of a part of the rows.
+    """
 
     def __init__(
-        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, carry_over: CarryOver
+        self,
+        spec: RolloutSpec,
+        prompts: Prompts,
+        scorer: ResponseScorer,
+        carry_over: CarryOver,
+        clock: Stopwatch,
     ):
         """Begin an episode in each row; carry_over: its drafts are earlier episodes."""
         rows = len(prompts.lens) * spec.group_size
         self.spec = spec
         self.prompts = prompts
         self.scorer = scorer
-        self.episodes = carry_over
+        self.carried = carry_over
+        self.clock = clock
         self.drafts: Drafts | None = None  # of the turn that each row is in
         if carry_over.drafts is not None:
             self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids, stop=spec.stop)
         self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
-        self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
+        self.turns = np.zeros(rows, int)
         self.rewards = np.zeros(rows, np.float32)
         self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
-        self.ended = np.zeros(rows, bool)  # rows whose turn the last rollout ended
+        self.waits = np.zeros(rows, bool)  # for the environment
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
         self.draft_lens = np.zeros(rows, np.int32)  # draft tokens that a row had so far
+        self.own = hosts.own_part(rows)  # rows whose environments this process runs
+        problems = zip(*_problems(prompts, range(rows)[self.own], rows))
+        self.episodes = scorer.pool.begin(list(problems))
 
     @property
     def carry_over(self) -> CarryOver:
         """Drafts and rows that the next rollout goes on from; how many may stay unfinished."""
-        unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
+        unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over)) - np.sum(self.waits)
         return dataclasses.replace(
-            self.episodes,
+            self.carried,
             drafts=self.drafts,
             partial_rows=self.begun,
-            allow_unfinished=unfinished,
+            allow_unfinished=max(int(unfinished), 0),
         )
 
     def end_rollout(
@@ -254,71 +279,103 @@ class _Episodes:
     ) -> Responses | None:
         """Have the environment answer; return the episodes once all are over."""
         self.stats.append(result.stats)
-        answers = self._answer(result, tokens, lens)
+        ended = ~(self.over | self.waits)
+        if result.finished is not None:
+            ended &= result.finished
+        self._submit(np.flatnonzero(ended).tolist(), tokens, lens)
+        answers = self._collect(tokens, lens)
+        while np.all(self.over | self.waits) and not np.all(self.over):
+            answers |= self._collect(tokens, lens)
         if not self.over.all():
-            self._go_on(answers, result, lens)
+            self._go_on(answers, ended, result, lens)
             return None
-        failed = np.array([bool(text) for text in self.reasons])
-        no_observations = ("",) * len(self.reasons)
-        scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
+        scores = Rewards.make_whole(self.rewards, self.reasons)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))
-        turns = np.array([len(x) for x in self.texts])
-        return Responses(self.prompts, result, tokens, lens, scores, turns)
+        return Responses(self.prompts, result, tokens, lens, scores, self.turns)
 
-    def _answer(
-        self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
-    ) -> dict[int, list[int]]:
-        """Let the environment answer the rows whose turn ended; return its token ids by row."""
-        self.ended = ~self.over if result.finished is None else result.finished & ~self.over
-        rows = np.flatnonzero(self.ended).tolist()
-        for row in rows:
-            turn = tokens[row, self.turn_starts[row] : lens[row]]
-            self.texts[row].append(self.scorer.text(turn))
-        texts = [tuple(self.texts[row]) for row in rows]
-        scores = self.scorer.score(texts, *_problems(self.prompts, rows, len(lens)))
+    def _submit(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> None:
+        """Hand the turns that ended over to the environments of this process."""
+        self.waits[rows] = True
+        self.turns[rows] += 1
+        own = [row for row in rows if self.own.start <= row < self.own.stop]
+        texts = [self.scorer.text(tokens[row, self.turn_starts[row] : lens[row]]) for row in own]
+        episodes = [self.episodes[row - self.own.start] for row in own]
+        _gather(functools.partial(self.scorer.pool.submit, episodes, texts))
+
+    def _collect(self, tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
+        """Wait for all but the last answers; return their token ids by row, where rows go on."""
+        with self.clock.timed("time/environment"):
+            parts = _gather(self._collect_own)
         answers = {}
-        ended = self.spec.ended(tokens, lens)
-        for i, row in enumerate(rows):
-            self.rewards[row] = scores.rewards[i]
-            self.reasons[row] = scores.reasons[i]
-            is_last = len(self.texts[row]) >= self.scorer.max_turns
-            ids = None
-            if not (scores.done[i] or is_last) and ended[row]:
-                by_token = tokens[row, lens[row] - 1] in self.spec.eos_ids
-                try:
-                    ids = self.scorer.tokenizer.encode_turn(scores.observations[i], by_token)
-                except ValueError as error:  # a character that the policy has no token for
-                    self.rewards[row] = 0.0
-                    self.reasons[row] = reason(error)
-            if ids is None or lens[row] + len(ids) >= self.spec.response_slots:
-                self.over[row] = True
-            else:
+        for row, answer in sorted(itertools.chain(*(part.items() for part in parts))):
+            ids = self._take(row, answer, tokens, lens)
+            self.waits[row] = False
+            self.over[row] = ids is None
+            if ids is not None:
                 answers[row] = ids
+            elif self.own.start <= row < self.own.stop:
+                self.scorer.pool.end([self.episodes[row - self.own.start]])
         return answers
 
+    def _collect_own(self) -> dict[int, Answer]:
+        """Wait for all but the last answers of this process's environments; answers by row."""
+        in_progress = np.sum(~self.over[self.own])
+        unfinished = in_progress - np.sum(self.waits[self.own])
+        pool = self.scorer.pool
+        most_waiting = 0
+        if not pool.replayable:
+            most_waiting = int(self.scorer.allow_unfinished * in_progress) - unfinished
+        answers = pool.collect(self.episodes, max(most_waiting, 0))
+        return {self.own.start + i: answer for i, answer in answers.items()}
+
+    def _take(
+        self, row: int, answer: Answer, tokens: np.ndarray, lens: np.ndarray
+    ) -> list[int] | None:
+        """Note the reward of a turn; return the tokens to go on with, None after the last."""
+        self.rewards[row] = answer.reward
+        self.reasons[row] = answer.failure
+        is_last = self.turns[row] >= self.scorer.max_turns
+        ended = self.spec.ended(tokens[[row]], lens[[row]])[0]
+        if answer.done or is_last or not ended:
+            return None
+        has_end = tokens[row, lens[row] - 1] in self.spec.eos_ids
+        try:
+            ids = self.scorer.tokenizer.encode_turn(answer.observation, has_end)
+        except ValueError as error:  # a character that the policy has no token for
+            self.rewards[row] = 0.0
+            self.reasons[row] = reason(error)
+            return None
+        return ids if lens[row] + len(ids) < self.spec.response_slots else None
+
     def _go_on(
-        self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
+        self,
+        answers: dict[int, list[int]],
+        ended: np.ndarray,
+        result: RolloutResult,
+        lens: np.ndarray,
     ) -> None:
-        """Append the environment's answers, and draft the turns that follow."""
+        """Append the environment's answers, and draft the turns that follow.
+
+        ended: bool [B], rows whose turn the rollout ended.
+        """
         forced = np.zeros((len(lens), self.spec.response_slots), np.int32)
         counts = np.zeros(len(lens), np.int32)
         for row, ids in answers.items():
             forced[row, : len(ids)] = ids
             counts[row] = len(ids)
-        begun = PartialRows(
-            result.rollout, put(self.over, "batch"), put(result.draft_lens, "batch")
-        )
+            self.turn_starts[row] = lens[row] + len(ids)
+        rest = put(self.over | self.waits, "batch")
+        begun = PartialRows(result.rollout, rest, put(result.draft_lens, "batch"))
         self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
-        self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
-        if self.episodes.drafts is None:
+        if self.carried.drafts is None:
             return
         starts = put(self.turn_starts, "batch")
         self.drafts = turn_drafts(
-            self.episodes.drafts, self.begun, self.spec.eos_ids, starts, self.spec.stop
+            self.carried.drafts, self.begun, self.spec.eos_ids, starts, self.spec.stop
         )
         # The rest of the draft of a row in the middle of its turn is verified next time.
         seen = self.draft_lens + lens - result.resumed_lens
         drafts_left = np.maximum(result.draft_lens - seen, 0)
-        goes_on = ~self.ended & (hosts.fetch(self.drafts.lens) > lens)
+        goes_on = ~ended & (hosts.fetch(self.drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
         self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))

@@ -75,7 +75,7 @@ KINDS = {
         "import builtins; builtins.float = lambda x: {n}.0",
         "import user_scorers; user_scorers.execute = lambda *a: {n}.0",
         'import json; json.dumps = lambda *a, **k: \'[1.0, true, "", ""]\'',
-        "from specrl_jax.rewards import worker_process as w; w._Template._send = lambda *a: None",
+        "from specrl_jax.rewards import worker_process as w; w.Template._send = lambda *a: None",
         "from specrl_jax.rewards import worker_process as w; w.Result.to_line = lambda s: b''",
         "from specrl_jax.rewards import containment as c; c.end_children = lambda g: 0",
         "import gc\nfor x in gc.get_objects():\n if isinstance(x, list): x.clear()",

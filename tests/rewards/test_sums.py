@@ -70,7 +70,6 @@ def test_a_sum_is_weighted_and_each_function_is_kept_apart():
     np.testing.assert_array_equal(scores.rewards, np.array([1, 0.2, 0.8, 0], np.float32))
     assert scores.rewards.dtype == np.float32
     assert not scores.failed.any()
-    assert scores.done.all()
     twice = Rewards.joined([scores, scores])
     np.testing.assert_array_equal(twice.by_function["format"], [1, 1, 0, 0] * 2)
 

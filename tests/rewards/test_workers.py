@@ -352,8 +352,8 @@ def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():
         killer.join()
         score(pool, responses)  # workers that were killed last begin anew
         worker = pool._workers[0]
-        worker._conn.send((0, [("surplus", "", "", {})]))  # its report comes before the expected
-        worker._conn.poll(10)
+        worker.conn.send((0, [("surplus", "", "", {})]))  # its report comes before the expected
+        worker.conn.poll(10)
         again = score(pool, responses[:40])
     np.testing.assert_array_equal(scores.rewards, [i % 7 for i in range(120)])
     np.testing.assert_array_equal(again.rewards, [i % 7 for i in range(40)])

@@ -1,6 +1,8 @@
 """Episodes against the environment played by itself, the plain forward pass, and without drafts."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -8,12 +10,12 @@ import pytest
 import rollout_reference as ref
 from ml_collections import ConfigDict
 from rollout_reference import KEY, check_equal, host, make_spec
-from small_runs import Sums, records, saved, small_config
+from small_runs import Sums, play, records, saved, small_config
 
 from specrl_jax import hosts
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-from specrl_jax.rewards.environments import play
+from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.generate import NoiseKey
@@ -28,7 +30,7 @@ R, TURNS = 20, 4
 @pytest.fixture(scope="module")
 def pool():
     limits = {"timeout": 20.0, "memory_mib": 512, "workers": 2}
-    with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
+    with EnvironmentPool("small_runs:Sums", **limits) as pool:
         yield pool
 
 
@@ -103,9 +105,9 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             turn = ends[0] + 1 if ends else n
             assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
             texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
-            step = play(Sums, texts, "3", "", {})
-            observation = TOKENIZER.encode(step.observation)
-            over = step.done or len(texts) == TURNS or not ends or turn + len(observation) >= R
+            said, reward, done = play(Sums, texts, "3")
+            observation = TOKENIZER.encode(said)
+            over = done or len(texts) == TURNS or not ends or turn + len(observation) >= R
             assert over == (turn == n)
             if not over:
                 assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
@@ -114,8 +116,8 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             else:
                 place = n
         assert played.turns[row] == len(texts)
-        assert played.scores.rewards[row] == step.reward
-        counts.add((len(texts), step.done))
+        assert played.scores.rewards[row] == reward
+        counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
     assert {done for _, done in counts} == {True, False}
     assert not played.scores.failed.any()
@@ -218,19 +220,30 @@ CASES += [
 
 @pytest.mark.parametrize(("rule", "drafted"), CASES)
 def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, drafted, monkeypatch):
-    """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
+    """Nobody waits for the slowest: the same episodes, in more rollouts, for every rule."""
     weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
         options = {"drafts": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
     expected = run(pool, spec, weights, prompts_of(), **options)
-    answered, score = [], pool.score
+    answered, submit = [], pool.submit
 
-    def spy(texts, *problems):
-        answered.append({len(turns) for turns in texts})
-        return score(texts, *problems)
+    def spy(episodes, responses):
+        answered.append({len(episode.responses) for episode in episodes})
+        return submit(episodes, responses)
 
-    monkeypatch.setattr(pool, "score", spy)
+    monkeypatch.setattr(pool, "submit", spy)
+    collect, late = pool.collect, {}
+
+    def collect_late(episodes, most_waiting):
+        """Each third answer comes one call later."""
+        before = dict(late)
+        late.clear()
+        for i, answer in collect(episodes).items():
+            (late if i % 3 == 0 else before)[i] = answer
+        return before
+
+    monkeypatch.setattr(pool, "collect", collect_late)
     played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(turns) > 1 for turns in answered)
     new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
@@ -239,6 +252,39 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
     np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
     np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+
+
+def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch):
+    """Two threads stand for two processes; each runs half of the episodes, both get all."""
+    expected, _, weights = plain
+    index = threading.local()
+    meet = threading.Barrier(2, timeout=300)
+    values = [None, None]
+
+    def gather(value):
+        values[index.own] = value
+        meet.wait()
+        both = list(values)
+        meet.wait()
+        return both
+
+    monkeypatch.setattr(hosts, "gather", gather)
+    monkeypatch.setattr(
+        hosts, "own_part", lambda n: slice(n * index.own // 2, n * (index.own + 1) // 2)
+    )
+
+    def run_process(own):
+        index.own = own
+        limits = {"timeout": 20.0, "memory_mib": 512, "workers": 1}
+        with jax.set_mesh(mesh), EnvironmentPool("small_runs:Sums", **limits) as pool:
+            return run(pool, spec_of(accept="match"), weights, prompts_of())
+
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(run_process, range(2)))
+    for played in both:
+        check_equal(host(played.result.rollout), host(expected.result.rollout))
+        np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+        np.testing.assert_array_equal(played.turns, expected.turns)
 
 
 def _without_logprobs_of_forced(rollout):

@@ -1,0 +1,314 @@
+"""Program of an environment's worker: an episode lives in a process until it is over.
+
+Takes `Request`s from `environment_pool`, and reports a `Result` for each response. The guard is
+that of `worker_process`. The template forks a keeper for an episode, which forks the process that
+holds the environment, hands it one response after another within the limits, and ends it with all
+that it has started. The class's own code runs in that process alone. Classes that are trusted and
+replayable share one for all episodes of a worker, as a lost one is played again. No JAX.
+"""
+
+import contextlib
+import os
+import pickle
+import random
+import resource
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from specrl_jax.inputs import reason
+from specrl_jax.rewards import containment, linux, worker_process
+from specrl_jax.rewards.environments import (
+    ENVIRONMENTS,
+    Environment,
+    Step,
+    load_environment,
+    take_step,
+)
+from specrl_jax.rewards.worker_process import CONTAINED, Reader, Result, Settings, checked
+
+MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
+MAX_TRIES = 3  # processes that may end while an episode waits for one answer
+_SHARED = -1  # stands for the process that holds all episodes
+
+
+class Request(NamedTuple):
+    """Responses of an episode to step through; the last one's answer is reported."""
+
+    number: int  # of the request, in its report
+    episode: int
+    problem: tuple | None  # answer, task, metadata, to begin with; None: the episode goes on
+    responses: Sequence[str]  # (): the episode is over, and there is no report
+
+
+class Report(NamedTuple):
+    """Result of a request."""
+
+    number: int
+    result: Result | None  # None: none came, and the response need not be the cause
+    lives: bool  # whether a process still holds the environment
+    tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
+
+
+class Loaded(NamedTuple):
+    """Environment as the workers run it."""
+
+    make: Callable[[], Environment]
+    contained: bool  # False: the class says `contained = False`
+    replayable: bool
+    shares: bool  # one process holds all episodes of a worker
+
+
+def load(name: str) -> Loaded:
+    """Load the environment; ValueError in one line."""
+    make = load_environment(name)
+    contained = bool(getattr(make, "contained", True))
+    replayable = bool(getattr(make, "replayable", False))
+    trusted = not contained or name in ENVIRONMENTS
+    return Loaded(make, contained, replayable, trusted and replayable)
+
+
+def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
+    """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
+    worker_process.guard(_Template, conn_fd, lifeline_fd, Settings(*settings))
+
+
+# The template -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Held:
+    """A keeper's process as the template knows it, and what it is to do."""
+
+    pid: int = 0  # 0: not started
+    conn: Connection | None = None
+    numbers: dict[int, int] = field(default_factory=dict)  # episode → its last request
+    waiting: list[Request] = field(default_factory=list)
+    running: int = 0  # requests that a report is to come of
+
+
+class _Template(worker_process.Template):
+    """Hands requests to the keepers, and their reports to the parent."""
+
+    def load(self) -> bool:
+        self._loaded = load(self._settings.name)
+        self._held: dict[int, _Held] = {}
+        self._ended: list[int] = []  # keepers to be reaped
+        self._beside = 0
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each episode
+        return False
+
+    def serve_next(self) -> None:
+        """Wait for the parent or a keeper, take what it sends, and start steps."""
+        keys = {held.conn: key for key, held in self._held.items() if held.conn}
+        for conn in wait([self._conn, *keys]):
+            if conn is self._conn:
+                self._beside, requests = conn.recv()
+                for request in requests:
+                    self._take(Request(*request))
+            else:
+                self._take_report(keys[conn])
+        self._start_steps()
+        self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
+
+    def _take(self, request: Request) -> None:
+        key = _SHARED if self._loaded.shares else request.episode
+        held = self._held.get(key)
+        known = held is not None and request.episode in held.numbers
+        if not request.responses:
+            if known:
+                del held.numbers[request.episode]
+                held.waiting.append(request)
+            if known and not held.numbers and not self._loaded.shares:
+                self._end(key)
+            return
+        if request.problem is None and not known:
+            self._report(Report(request.number, None, False))
+            return
+        held = self._held.setdefault(key, _Held())
+        held.numbers[request.episode] = request.number
+        held.waiting.append(request)
+
+    def _take_report(self, key: int) -> None:
+        """Pass a keeper's report on; without its process, say which episodes are lost."""
+        held = self._held[key]
+        report = None
+        with contextlib.suppress(EOFError, OSError):
+            report = held.conn.recv()
+            held.running -= 1
+            self._report(report)
+        if report is None or not report.lives:
+            self._end(key)
+            for number in held.numbers.values():
+                if report is None or number != report.number:
+                    self._report(Report(number, None, False, tries=report is None))
+
+    def _report(self, report: Report) -> None:
+        self._send(list(report))
+
+    def _end(self, key: int) -> None:
+        """Let a keeper end its process, and itself."""
+        held = self._held.pop(key)
+        if held.conn is not None:
+            held.conn.close()
+            self._ended.append(held.pid)
+
+    def _start_steps(self) -> None:
+        """Hand over what waits, to no more than `MAX_STEPS` at a time."""
+        running = sum(held.running > 0 for held in self._held.values())
+        for held in self._held.values():
+            if running >= MAX_STEPS:
+                return
+            if not held.waiting or held.running:
+                continue
+            if held.conn is None:
+                self._start(held)
+            held.running = sum(bool(request.responses) for request in held.waiting)
+            with contextlib.suppress(OSError):  # its end is noticed as it is waited for
+                held.conn.send(held.waiting)
+            held.waiting = []
+            running += held.running > 0
+
+    def _start(self, held: _Held) -> None:
+        held.conn, theirs = Pipe()
+        held.pid = linux.fork()
+        if held.pid == 0:
+            try:
+                linux.die_with_parent()
+                os.close(self._held_fd)
+                for conn in (self._conn, *(other.conn for other in self._held.values())):
+                    if conn is not None:
+                        conn.close()
+                keeper = _Keeper(self._loaded, self._settings, self._cell, self._beside, theirs)
+                keeper.keep(folder=str(held.waiting[0].number))
+            except Exception as error:
+                print(f"an environment could not be kept: {reason(error)}", file=sys.stderr)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+
+# A keeper -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Keeper:
+    """Hands responses to the process that holds an environment, and ends it."""
+
+    loaded: Loaded
+    settings: Settings
+    cell: containment.Cell
+    beside: int  # processes of other episodes
+    conn: Connection  # to the template
+
+    def keep(self, folder: str) -> None:
+        """Serve requests until there are no more, or the process has ended."""
+        self.cell.enter_folder(folder)
+        self._start()
+        code = None
+        with contextlib.suppress(EOFError):
+            while code is None:
+                code = self._step(self.conn.recv())
+        if code is None:
+            self._stop()
+        self.cell.leave_folder()
+        self.reader.close()
+
+    def _start(self) -> None:
+        self._alone = self.loaded.contained and linux.own_pids()
+        if not self._alone:
+            linux.adopt_orphans()
+        request_fds = os.pipe()
+        report_fds = os.pipe()
+        printed_fds = os.pipe()
+        self.pid = linux.fork()
+        if self.pid == 0:
+            for fd in (self.conn.fileno(), request_fds[1], report_fds[0], printed_fds[0]):
+                os.close(fd)
+            live = partial(_live, self.loaded, self.cell, request_fds[0])
+            worker_process.run_confined(self.cell, live, report_fds[1], printed_fds[1], self.beside)
+        for fd in (request_fds[0], report_fds[1], printed_fds[1]):
+            os.close(fd)
+        self.request_fd = request_fds[1]
+        os.set_blocking(self.request_fd, False)
+        self.reader = Reader(report_fds[0], printed_fds[0])
+
+    def _step(self, requests: Sequence[Request]) -> int | None:
+        """Report what comes of requests; return the exit code of a process that has ended."""
+        timeout = self.settings.timeout
+        _write(self.request_fd, pickle.dumps(requests), timeout)
+        for request in requests:
+            if not request.responses:
+                continue
+            line = self.reader.read(timeout * len(request.responses))
+            if not line.endswith(b"\n"):
+                late = not self.reader.ended
+                code = self._stop()
+                failure = f"the environment's process died (exit code {code})"
+                if late:
+                    failure = f"no answer within {timeout:g} s"
+                tries = MAX_TRIES if late else 1
+                self.conn.send(Report(request.number, Result(failure=failure), False, tries))
+                return code
+            self.conn.send(Report(request.number, Result.from_line(line), True))
+        return None
+
+    def _stop(self) -> int:
+        """End the process with all that it has started; its exit code."""
+        all_end_with_it = self._alone or self.cell.trusts
+        end = containment.end_group if all_end_with_it else containment.end_children
+        return end(self.pid)
+
+
+def _write(fd: int, data: bytes, seconds: float) -> None:
+    """Write as much of the data as a process reads in time."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(BrokenPipeError):
+        while data and select.select([], [fd], [], max(end - time.monotonic(), 0.0))[1]:
+            data = data[os.write(fd, data) :]
+
+
+# An environment's process -------------------------------------------------------------------------
+
+
+def _live(loaded: Loaded, cell: containment.Cell, request_fd: int, reports: BinaryIO) -> None:
+    """Hold environments, and step through requests until there are no more."""
+    pid = os.getpid()
+    if not loaded.shares:  # else all episodes would draw the same
+        random.seed()
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()
+    environments: dict[int, Environment] = {}
+    hint = CONTAINED if loaded.contained and not loaded.shares else ""
+    with open(request_fd, "rb") as file, contextlib.suppress(EOFError):
+        while True:
+            for request in pickle.load(file):
+                if not request.responses:
+                    environments.pop(request.episode, None)
+                    continue
+                step = partial(_step, loaded.make, environments, request)
+                alone = not loaded.shares
+                result = worker_process.within_memory(cell, step, for_good=alone, hint=hint)
+                if os.getpid() != pid:  # a copy that the environment has forked
+                    return
+                reports.write(result.to_line())
+
+
+def _step(
+    make: Callable[[], Environment], environments: dict[int, Any], request: Request
+) -> Result:
+    if request.problem is not None:
+        answer, task, metadata = request.problem
+        environment = make()
+        environment.reset(answer=answer, task=task, metadata=metadata)
+        environments[request.episode] = environment
+    step = Step()
+    for response in request.responses:
+        step = take_step(environments[request.episode], response)
+    return Result(checked(step.reward), step.done, step.observation)

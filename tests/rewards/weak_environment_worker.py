@@ -1,0 +1,11 @@
+"""The worker of environments as it runs on systems without user namespaces."""
+
+from specrl_jax.rewards import environment_process, linux
+
+load = environment_process.load
+
+
+def serve(*arguments):
+    linux.unshare = lambda: 1 / 0
+    linux.own_pids = lambda: False
+    environment_process.serve(*arguments)
