@@ -95,7 +95,7 @@ class _Groups:
         begun = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
         drafts = carry_over.drafts
         if drafts is not None:
-            drafts = turn_drafts(drafts, begun, self.spec.eos_ids)
+            drafts = turn_drafts(drafts, begun, self.spec.eos_ids, stop=self.spec.stop)
             lens = jnp.minimum(drafts.lens, put(limits, "batch"))
             drafts = dataclasses.replace(drafts, lens=lens)
         return dataclasses.replace(carry_over, drafts=drafts, partial_rows=begun)
@@ -104,8 +104,7 @@ class _Groups:
         """Let waiting rows begin with what others hold after `result`."""
         groups, size = self.lens.shape
         tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-        last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)
-        ended = (lens == self.spec.response_slots) | np.isin(last[:, 0], self.spec.eos_ids)
+        ended = (lens == self.spec.response_slots) | self.spec.ended(tokens, lens)
         ended = ended.reshape(groups, size)
         parents = plan_forks(self.waiting, ended, self.spec.forks.branches)
         forked = parents != np.arange(size)
