@@ -48,7 +48,7 @@ class Program(NamedTuple):
     # Bytes of a device: inputs that the run keeps anyway, and what lies beside the inputs.
     kept: int = 0
     beside: int = 0
-    mesh: Any = None  # that it runs on
+    mesh: jax.sharding.Mesh | None = None  # that it runs on; None: the mesh in use
 
 
 def run_programs(run: AbstractRun) -> list[Program]:
@@ -56,9 +56,9 @@ def run_programs(run: AbstractRun) -> list[Program]:
     listed = list(_copies(run))
     rollouts = run.of_rollouts()
     with jax.set_mesh(run.rollout_mesh):
-        waiting = device_bytes(rollouts.waiting_weights)
+        kept = device_bytes(rollouts.kept_weights)
         for program in _programs_of_rollouts(rollouts):
-            listed.append(program._replace(beside=program.beside + waiting))
+            listed.append(program._replace(beside=program.beside + kept))
     listed += _update_programs(run)
     return listed
 
@@ -199,12 +199,12 @@ def compile_all(
 ) -> dict[str, Any]:
     """Compile programs side by side; return jax.stages.Compiled by name.
 
-    note: gets a program's name once it is there. Programs are traced in this thread, by whose mesh
-    later calls find them, and only compiled in others.
+    note: gets a program's name once it is there. Programs are traced in this thread with their mesh
+    in use, by which later calls find them, and only compiled in others.
     """
     lowered = {}
     for program in programs:
-        with jax.set_mesh(program.mesh):
+        with jax.set_mesh(program.mesh or jax.sharding.get_mesh()):
             lowered[program.name] = program.trace().lower()
     compiled = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -220,7 +220,7 @@ class AbstractRun:
         On a mesh of rollouts alone: the store, and the weights of rollouts that wait or run.
         """
         if self.apart:
-            return self.stored, self.weights["stacked"], self.waiting_weights
+            return self.stored, self.kept_weights
         return self.state, self.frozen or self.reference_policy, self.stored
 
     # The rollouts
@@ -232,9 +232,12 @@ class AbstractRun:
         return dataclasses.replace(self, apart=True, key=move(self.key, self.rollout_mesh))
 
     @property
-    def waiting_weights(self) -> list[Params]:
-        """Weights of the rollouts that have begun and do not run, on a mesh of rollouts alone."""
-        return [self.training.weights] * (self.config.rollout.staleness * self.apart)
+    def kept_weights(self) -> tuple:
+        """Weights on a mesh of rollouts alone: the layers in use, and all of rollouts that wait."""
+        if not self.apart:
+            return ()
+        waiting = [self.training.weights] * self.config.rollout.staleness
+        return self.weights["stacked"], waiting
 
     @functools.cached_property
     def drafts(self) -> Drafts | None:
