@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.rewards import environment_process
-from specrl_jax.rewards.environment_process import MAX_TRIES, Report, Request
+from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
 
@@ -131,6 +131,7 @@ class EnvironmentPool(WorkerPool):
                 if episode.home is not None:
                     over = Request(next(self._numbers), episode.key, None, ())
                     requests.setdefault(episode.home, []).append(over)
+                    episode.home = None
             self._send(requests)
 
     def _request(self, episodes: Sequence[Episode]) -> None:
@@ -205,19 +206,19 @@ class EnvironmentPool(WorkerPool):
                 if worker.conn is conn:
                     worker.kill()  # the rest of it: another one is started in its place
             lost = [x for x in self._episodes.values() if x.home is conn]
-            return [x for x in lost if self._is_lost(x, Report(x.number, None, False, 1))]
+            return [x for x in lost if self._is_lost(x, StepReport(x.number, None, False, 1))]
         number, result, *rest = report
         episode = self._episodes.get(number)
         if episode is None:  # it has gone on, or has ended
             return []
         result = None if result is None else Result(*result)
-        news = Report(number, result, *rest)
+        news = StepReport(number, result, *rest)
         if news.lives:
             self._answer(episode, result)
             return []
         return [episode] if self._is_lost(episode, news) else []
 
-    def _is_lost(self, episode: Episode, report: Report) -> bool:
+    def _is_lost(self, episode: Episode, report: StepReport) -> bool:
         """Note that no process holds an episode; return whether it is to be played again."""
         episode.home = None
         if not episode.waits:

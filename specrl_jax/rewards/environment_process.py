@@ -46,7 +46,7 @@ class Request(NamedTuple):
     responses: Sequence[str]  # (): the episode is over, and there is no report
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """Result of a request."""
 
     number: int
@@ -55,7 +55,7 @@ class Report(NamedTuple):
     tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
 
 
-class Loaded(NamedTuple):
+class LoadedEnvironment(NamedTuple):
     """Environment as the workers run it."""
 
     make: Callable[[], Environment]
@@ -64,13 +64,13 @@ class Loaded(NamedTuple):
     shares: bool  # one process holds all episodes of a worker
 
 
-def load(name: str) -> Loaded:
+def load(name: str) -> LoadedEnvironment:
     """Load the environment; ValueError in one line."""
     make = load_environment(name)
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
-    return Loaded(make, contained, replayable, trusted and replayable)
+    return LoadedEnvironment(make, contained, replayable, trusted and replayable)
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -129,7 +129,7 @@ class _Template(worker_process.Template):
                 self._end(key)
             return
         if request.problem is None and not known:
-            self._report(Report(request.number, None, False))
+            self._report(StepReport(request.number, None, False))
             return
         held = self._held.setdefault(key, _Held())
         held.numbers[request.episode] = request.number
@@ -147,9 +147,9 @@ class _Template(worker_process.Template):
             self._end(key)
             for number in held.numbers.values():
                 if report is None or number != report.number:
-                    self._report(Report(number, None, False, tries=report is None))
+                    self._report(StepReport(number, None, False, tries=report is None))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: StepReport) -> None:
         self._send(list(report))
 
     def _end(self, key: int) -> None:
@@ -201,7 +201,7 @@ class _Template(worker_process.Template):
 class _Keeper:
     """Hands responses to the process that holds an environment, and ends it."""
 
-    loaded: Loaded
+    loaded: LoadedEnvironment
     settings: Settings
     cell: containment.Cell
     beside: int  # processes of other episodes
@@ -218,7 +218,7 @@ class _Keeper:
         if code is None:
             self._stop()
         self.cell.leave_folder()
-        self.reader.close()
+        self.reader.close("an environment")
 
     def _start(self) -> None:
         self._alone = self.loaded.contained and linux.own_pids()
@@ -240,7 +240,7 @@ class _Keeper:
         self.reader = Reader(report_fds[0], printed_fds[0])
 
     def _step(self, requests: Sequence[Request]) -> int | None:
-        """Report what comes of requests; return the exit code of a process that has ended."""
+        """StepReport what comes of requests; return the exit code of a process that has ended."""
         timeout = self.settings.timeout
         _write(self.request_fd, pickle.dumps(requests), timeout)
         for request in requests:
@@ -254,9 +254,9 @@ class _Keeper:
                 if late:
                     failure = f"no answer within {timeout:g} s"
                 tries = MAX_TRIES if late else 1
-                self.conn.send(Report(request.number, Result(failure=failure), False, tries))
+                self.conn.send(StepReport(request.number, Result(failure=failure), False, tries))
                 return code
-            self.conn.send(Report(request.number, Result.from_line(line), True))
+            self.conn.send(StepReport(request.number, Result.from_line(line), True))
         return None
 
     def _stop(self) -> int:
@@ -277,7 +277,9 @@ def _write(fd: int, data: bytes, seconds: float) -> None:
 # An environment's process -------------------------------------------------------------------------
 
 
-def _live(loaded: Loaded, cell: containment.Cell, request_fd: int, reports: BinaryIO) -> None:
+def _live(
+    loaded: LoadedEnvironment, cell: containment.Cell, request_fd: int, reports: BinaryIO
+) -> None:
     """Hold environments, and step through requests until there are no more."""
     pid = os.getpid()
     if not loaded.shares:  # else all episodes would draw the same

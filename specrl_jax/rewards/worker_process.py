@@ -296,11 +296,11 @@ class Reader:
             else:
                 self._printed = (self._printed + data)[:MAX_PRINTED]
 
-    def close(self) -> None:
+    def close(self, source: str = "a reward") -> None:
         """Print what was printed, in one line that says where it is from."""
         self._take(0)
         if text := printable(self._printed.decode(errors="replace")):
-            print(f"printed by a reward: {text}", file=sys.stderr, flush=True)
+            print(f"printed by {source}: {text}", file=sys.stderr, flush=True)
         os.close(self._report_fd)
         os.close(self._printed_fd)
 

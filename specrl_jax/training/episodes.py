@@ -282,30 +282,28 @@ class _Episodes:
         ended = ~(self.over | self.waits)
         if result.finished is not None:
             ended &= result.finished
-        self._submit(np.flatnonzero(ended).tolist(), tokens, lens)
-        answers = self._collect(tokens, lens)
+        answers = self._step(np.flatnonzero(ended).tolist(), tokens, lens)
         while np.all(self.over | self.waits) and not np.all(self.over):
-            answers |= self._collect(tokens, lens)
+            answers |= self._step([], tokens, lens)
         if not self.over.all():
             self._go_on(answers, ended, result, lens)
             return None
+        self.scorer.pool.end(self.episodes)
         scores = Rewards.make_whole(self.rewards, self.reasons)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))
         return Responses(self.prompts, result, tokens, lens, scores, self.turns)
 
-    def _submit(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> None:
-        """Hand the turns that ended over to the environments of this process."""
+    def _step(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
+        """Hand over the turns of these rows and wait for all but the last answers.
+
+        Returns their token ids by row, where rows go on.
+        """
         self.waits[rows] = True
         self.turns[rows] += 1
-        own = [row for row in rows if self.own.start <= row < self.own.stop]
+        own = [row for row in rows if row in range(len(lens))[self.own]]
         texts = [self.scorer.text(tokens[row, self.turn_starts[row] : lens[row]]) for row in own]
-        episodes = [self.episodes[row - self.own.start] for row in own]
-        _gather(functools.partial(self.scorer.pool.submit, episodes, texts))
-
-    def _collect(self, tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
-        """Wait for all but the last answers; return their token ids by row, where rows go on."""
         with self.clock.timed("time/environment"):
-            parts = _gather(self._collect_own)
+            parts = _gather(functools.partial(self._step_own, own, texts))
         answers = {}
         for row, answer in sorted(itertools.chain(*(part.items() for part in parts))):
             ids = self._take(row, answer, tokens, lens)
@@ -313,20 +311,22 @@ class _Episodes:
             self.over[row] = ids is None
             if ids is not None:
                 answers[row] = ids
-            elif self.own.start <= row < self.own.stop:
-                self.scorer.pool.end([self.episodes[row - self.own.start]])
         return answers
 
-    def _collect_own(self) -> dict[int, Answer]:
-        """Wait for all but the last answers of this process's environments; answers by row."""
-        in_progress = np.sum(~self.over[self.own])
-        unfinished = in_progress - np.sum(self.waits[self.own])
+    def _step_own(self, rows: list[int], texts: list[str]) -> dict[int, Answer]:
+        """Do so for rows of this process; return its environments' answers by row."""
         pool = self.scorer.pool
+        first = self.own.start
+        over = np.flatnonzero(self.over[self.own]).tolist()
+        pool.end([self.episodes[i] for i in over])
+        pool.submit([self.episodes[row - first] for row in rows], texts)
+        in_progress = len(self.episodes) - len(over)
+        unfinished = in_progress - np.sum(self.waits[self.own])
         most_waiting = 0
         if not pool.replayable:
             most_waiting = int(self.scorer.allow_unfinished * in_progress) - unfinished
         answers = pool.collect(self.episodes, max(most_waiting, 0))
-        return {self.own.start + i: answer for i, answer in answers.items()}
+        return {first + i: answer for i, answer in answers.items()}
 
     def _take(
         self, row: int, answer: Answer, tokens: np.ndarray, lens: np.ndarray

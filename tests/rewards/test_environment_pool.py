@@ -80,6 +80,8 @@ def test_a_fault_costs_its_own_episode_in_one_line(monkeypatch, capfd, weak):
     with make("Counter") as pool:
         episodes = pool.begin([PROBLEM] * 2 * len(FAULTS))
         first = play(pool, episodes, ["file x"] * len(episodes))
+        if "signal other processes" in pool._workers[0].gaps:
+            pytest.skip("it could kill more than its episode")
         assert said(first) == ["1 of 1: []"] * len(episodes)
         mixed = [response for fault in FAULTS for response in (fault, "file y")]
         second = play(pool, episodes, mixed)
@@ -91,7 +93,7 @@ def test_a_fault_costs_its_own_episode_in_one_line(monkeypatch, capfd, weak):
         assert said(play(pool, episodes[1::2], ["x"] * len(FAULTS))) == ["3 of 1: "] * len(FAULTS)
         pool.end(episodes)
         wait_for(lambda: len(descendants(os.getpid()) - before) <= 4)  # guards and templates
-    assert "printed by a reward: wordword" in capfd.readouterr().err
+    assert "printed by an environment: wordword" in capfd.readouterr().err
     wait_for(lambda: not descendants(os.getpid()) - before)
 
 
