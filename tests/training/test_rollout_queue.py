@@ -84,6 +84,7 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "algorithm"),
     [({"rollout.staleness": 2}, "dapo"), ({"rollout.staleness": 1, "rollout.partial": 2}, "grpo")],
