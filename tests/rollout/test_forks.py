@@ -241,7 +241,7 @@ RUN = {
     "rollout.fork.segment": 2, "rollout.accept": "match", "rollout.noise_epochs": 2,
     "rollout.draft": "previous",
     "rollout.row_buckets": 1, "algorithm.advantage": "tree", "checkpoint.every": 2,
-    "reward.name": "small_runs:score_first_letter", "reward.extract": "",
+    "reward.name": "small_runs:score_first_letter",
 }  # fmt: skip
 
 
@@ -259,6 +259,7 @@ def test_nothing_is_compiled_after_the_first_step(drafted):
     assert first["compile/built"] + first["compile/read"] > 0
     assert [r["compile/built"] + r["compile/read"] for r in later] == [0, 0, 0]
     assert all(r["rollout/tokens_copied"] > 0 for r in later)
+    assert all(r["update/grad_norm"] > 0 for r in (first, *later))
 
 
 def test_a_run_in_two_parts_is_the_run(mesh, drafted, tmp_path):
