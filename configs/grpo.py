@@ -145,7 +145,10 @@ def base() -> ConfigDict:
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
-    algorithm.advantage = "auto"  # group | gdpo (rewards of a sum apart) | pair (dpo) | gae | auto
+    # group | gdpo (rewards of a sum apart) | pair (dpo) | tree and tree_by_size (of forks) | turn
+    # (turns of episodes apart) | gae (with a critic) | auto (gae or group)
+    algorithm.advantage = "auto"
+    algorithm.turn_discount = 1.0  # γ of turn: weight of a turn's reward in the turn before
     algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
     algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
     algorithm.objective = "clip"  # clip (PPO's) | cispo (the ratio weighs log π) | dpo (of pairs)

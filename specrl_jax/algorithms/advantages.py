@@ -29,6 +29,7 @@ class AdvantageConfig:
     gae_lambda: float  # in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias)
     reward_weights: tuple[float, ...] = ()  # of K rewards, where an advantage takes each apart
     segment: int = 0  # tokens between two boundaries at which responses fork
+    turn_discount: float = 1.0  # per turn, in [0, 1]
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
@@ -44,6 +45,7 @@ class AdvantageConfig:
             gamma=config.critic.gamma,
             gae_lambda=config.critic.gae_lambda,
             segment=config.rollout.fork.segment,
+            turn_discount=config.algorithm.turn_discount,
         )
 
 
@@ -68,6 +70,7 @@ class Advantage:
     by_function: bool = False
     pairs: bool = False  # they mark the pairs of an objective that compares pairs
     needs_forks: bool = False  # they compare responses that share a beginning
+    by_turn: bool = False  # rewards are [B, K], of each turn of an episode; 0 after the last
 
 
 def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
@@ -191,6 +194,42 @@ def prefix_relative(
     return advantages.reshape(-1)
 
 
+def turn_relative(
+    rewards: Array, turn_ends: Array, config: AdvantageConfig, epsilon: float = 1e-6
+) -> Array:
+    """Return the advantage [B, K] of each turn over the same turn of the other episodes.
+
+        Gₖ = Σⱼ γ^(j − k)·rⱼ over the turns j ≥ k,    Aₖ = (Gₖ − mean(Gₖ)) / (std(Gₖ) + ε)
+
+    mean and std are over the episodes of the prompt that have a turn k, with the options of
+    `group_relative`; a turn that one episode alone has gets 0. So a turn is not blamed for the
+    turns before it. Worked row, G = 2, γ = 0.5, without the division: rewards 0 1 and 1, two turns
+    and one, have returns 0.5 1 and 1, hence advantages −0.25 0 and 0.25.
+
+    rewards: float32 [B, K], of each turn; not split; B = Q·G, the rows of a group are contiguous.
+    turn_ends: int32 [B, K], 0 for turns that an episode does not have.
+    epsilon: ε, in units of reward.
+    """
+    later = jnp.zeros_like(rewards[:, 0])
+    returns = []
+    for reward in rewards.T[::-1]:
+        later = reward + config.turn_discount * later
+        returns.append(later)
+    groups = jnp.stack(returns[::-1], axis=1).reshape(-1, config.group_size, rewards.shape[1])
+    has = (turn_ends > 0).reshape(groups.shape)
+    count = jnp.sum(has, axis=1, keepdims=True)
+    both = has[:, :, None] & has[:, None, :]
+    differences = jnp.where(both, groups[:, :, None] - groups[:, None, :], 0)  # [Q, G, G, K]
+    centred = jnp.sum(differences, axis=2) / jnp.maximum(count, 1)
+    others = jnp.maximum(count - 1, 1)
+    if config.normalize_std:
+        variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / others
+        centred = centred / (jnp.sqrt(variance) + epsilon)
+    if config.leave_one_out:
+        centred = centred * (count / others)
+    return centred.reshape(rewards.shape)
+
+
 def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
     """Estimate generalized advantages of responses' tokens (arXiv 1506.02438, eq. 16).
 
@@ -262,6 +301,20 @@ def _estimate_by_prefix(
     return _for_all_tokens(advantages, batch)
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def _estimate_by_turn(rewards: Array, batch: Batch, config: AdvantageConfig) -> Estimate:
+    """Estimate by `turn_relative`, the same for all tokens of a turn."""
+    ends = _whole(batch.turn_ends)
+    advantages = turn_relative(_whole(rewards), ends, config)
+    slots = jnp.arange(batch.old_logprobs.shape[1], dtype=jnp.int32)
+    over = (ends > 0)[:, None, :] & (slots[None, :, None] >= ends[:, None, :])
+    turn = jnp.minimum(jnp.sum(over, axis=2), ends.shape[1] - 1)
+    by_token = jnp.take_along_axis(advantages, turn, axis=1)
+    rows = jax.typeof(batch.mask).sharding.spec
+    by_token = jax.sharding.reshard(by_token, jax.P(*rows))
+    return Estimate(jnp.where(batch.mask, by_token, 0), None, {})
+
+
 def _whole(array: Array) -> Array:
     """Return [B, ...] whole on every device: a group may lie on two."""
     return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
@@ -324,6 +377,7 @@ ADVANTAGES: dict[str, Advantage] = {
         min_group_size=2,
         needs_forks=True,
     ),
+    "turn": Advantage(_estimate_by_turn, needs_critic=False, min_group_size=2, by_turn=True),
     "gae": Advantage(_estimate_by_gae, needs_critic=True),
 }
 

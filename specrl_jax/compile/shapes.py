@@ -298,6 +298,10 @@ class AbstractRun:
         rewards = array(np.float32, (rows,), "batch")
         if settings.reward_weights:
             rewards = array(np.float32, (rows, len(settings.reward_weights)), "batch", None)
+        if choose_advantage(config).by_turn:
+            turns = (rows, config.environment.max_turns)
+            rewards = array(np.float32, turns, "batch", None)
+            batch = dataclasses.replace(batch, turn_ends=array(np.int32, turns, "batch", None))
         estimate = abstract(
             lambda r, b: choose_advantage(config).estimate(r, b, settings), rewards, batch
         )
@@ -307,6 +311,7 @@ class AbstractRun:
             recomputed_logprobs=batch.old_logprobs if recomputed else None,
             advantages=estimate.advantages,
             returns=estimate.returns,
+            turn_ends=None,
             ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
             weights=batch.old_logprobs if config.algorithm.importance_cap else None,
             given=array(np.bool_, (rows,), "batch") if config.algorithm.solution_coef else None,

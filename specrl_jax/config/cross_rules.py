@@ -75,6 +75,22 @@ def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
     yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
 
 
+def _turns(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of an advantage that takes turns apart."""
+    if not table("algorithms.advantages:choose_advantage")(config).by_turn:
+        return
+    where = f"where algorithm.advantage is {config.algorithm.advantage}"
+    yield "environment.name", f"an environment {where}", config.environment.name != ""
+    rule = f"0 {where} (a threshold is of the whole episode)"
+    yield "reward.threshold", rule, not config.reward.threshold
+    rule = f"all {where} (it has no single value for a response)"
+    yield "updates.select", rule, meaning(config, "updates.select") is None
+    rule = f"False {where} (groups wait without their turns)"
+    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
+    rule = f"a curriculum that does not screen {where} (groups wait without their turns)"
+    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
+
+
 def _pairs(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of an objective of preference pairs."""
     algorithm = config.algorithm
@@ -303,6 +319,7 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
     _rewards_apart,
+    _turns,
     _pairs,
     _selected_rows,
     _drafts,

@@ -125,6 +125,11 @@ BY_GROUP = When(
     lambda c: not table("algorithms.advantages:choose_advantage")(c).needs_critic,
     "none",
 )
+BY_TURN = When(
+    "algorithm.advantage",
+    lambda c: table("algorithms.advantages:choose_advantage")(c).by_turn,
+    "turn",
+)
 DUAL_CLIP = When(
     "algorithm.objective",
     lambda c: meaning(c, "algorithm.objective") is table("algorithms.losses:clipped_surrogate"),
@@ -296,6 +301,7 @@ FIELDS: dict[str, Field] = {
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
     # -- the algorithm -----------------------------------------------------------------------------
     "algorithm.advantage": _row(one_of("auto", "algorithms.advantages:ADVANTAGES")),
+    "algorithm.turn_discount": _row(SHARE, BY_TURN, idle=1.0, may_change=ORIGIN),
     "algorithm.normalize_std": _row(SWITCH, BY_GROUP, BY_TOKEN),
     "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, BY_TOKEN, idle=False),
     "algorithm.objective": _row(one_of("algorithms.losses:OBJECTIVES")),

@@ -26,7 +26,7 @@ from specrl_jax.telemetry.rollout_metrics import (
     reward_metrics,
     rollout_metrics,
 )
-from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.episodes import Responses, Turns, mean_by_function
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
 from specrl_jax.training.state import RolloutState, Run, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
@@ -45,6 +45,7 @@ class TrainBatch:
     rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
     # float32 [Q * G] of each function of a sum, before its weight; {} where groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    turns: Turns | None = None  # of episodes; None where groups wait
 
 
 class WholeRollout:
@@ -91,6 +92,7 @@ class WholeRollout:
                 name: np.where(scores.failed, 0, rewards).astype(np.float32)
                 for name, rewards in scores.by_function.items()
             },
+            turns=responses.turns,
         )
 
 
@@ -329,7 +331,7 @@ def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> 
         group_size=run.rollout_spec.group_size,
     )
     if rollouts[0].turns is not None:
-        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
+        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns.counts for x in rollouts)))
     rejected_mass = 0.0
     rule = run.rollout_spec.accept
     if not rule.samples_anew:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,18 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
 
 
+class Turns(NamedTuple):
+    """Turns of B episodes, of at most K turns each."""
+
+    rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
+    ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int [B], turns of each episode."""
+        return np.count_nonzero(self.ends, axis=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Responses:
     """B = Q·G finished responses to Q prompts, G in a row for each, with their rewards."""
@@ -49,7 +61,7 @@ class Responses:
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
     scores: Rewards
-    turns: np.ndarray | None = None  # int [B], of episodes
+    turns: Turns | None = None  # of episodes
     # The rows' last responses before these, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
     on_kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
@@ -252,8 +264,9 @@ class _Episodes:
             self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids, stop=spec.stop)
         self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
-        self.turns = np.zeros(rows, int)
-        self.rewards = np.zeros(rows, np.float32)
+        shape = (rows, scorer.max_turns)
+        self.turns = Turns(np.zeros(shape, np.float32), np.zeros(shape, np.int32))
+        self.totals = np.zeros(rows, np.float32)  # rewards of all turns
         self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)  # for the environment
@@ -289,7 +302,7 @@ class _Episodes:
             self._go_on(answers, ended, result, lens)
             return None
         self.scorer.pool.end(self.episodes)
-        scores = Rewards.make_whole(self.rewards, self.reasons)
+        scores = Rewards.make_whole(self.totals, self.reasons)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))
         return Responses(self.prompts, result, tokens, lens, scores, self.turns)
 
@@ -299,7 +312,7 @@ class _Episodes:
         Returns their token ids by row, where rows go on.
         """
         self.waits[rows] = True
-        self.turns[rows] += 1
+        self.turns.ends[rows, self.turns.counts[rows]] = lens[rows]
         own = [row for row in rows if row in range(len(lens))[self.own]]
         texts = [self.scorer.text(tokens[row, self.turn_starts[row] : lens[row]]) for row in own]
         with self.clock.timed("time/environment"):
@@ -332,9 +345,8 @@ class _Episodes:
         self, row: int, answer: Answer, tokens: np.ndarray, lens: np.ndarray
     ) -> list[int] | None:
         """Note the reward of a turn; return the tokens to go on with, None after the last."""
-        self.rewards[row] = answer.reward
-        self.reasons[row] = answer.failure
-        is_last = self.turns[row] >= self.scorer.max_turns
+        self._note(row, answer.reward, answer.failure)
+        is_last = self.turns.counts[row] >= self.scorer.max_turns
         ended = self.spec.ended(tokens[[row]], lens[[row]])[0]
         if answer.done or is_last or not ended:
             return None
@@ -342,10 +354,17 @@ class _Episodes:
         try:
             ids = self.scorer.tokenizer.encode_turn(answer.observation, has_end)
         except ValueError as error:  # a character that the policy has no token for
-            self.rewards[row] = 0.0
-            self.reasons[row] = reason(error)
+            self._note(row, 0.0, reason(error))
             return None
         return ids if lens[row] + len(ids) < self.spec.response_slots else None
+
+    def _note(self, row: int, total: float, reason: str) -> None:
+        """Note the reward of all turns of a row, and why it has none; the last turn makes it up."""
+        rewards = self.turns.rewards[row]
+        last = self.turns.counts[row] - 1
+        rewards[last] = total - np.sum(rewards[:last])
+        self.totals[row] = total
+        self.reasons[row] = reason
 
     def _go_on(
         self,

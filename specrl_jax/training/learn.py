@@ -44,6 +44,8 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     keep_mask = run.config.algorithm.keep_sampling_mask
     batch = make_batch(collected.prompts, collected.rollout, keep_mask)
     host = RowTokens.fetch(batch)
+    if choose_advantage(run.config).by_turn:
+        batch = dataclasses.replace(batch, turn_ends=put(collected.turns.ends, "batch", None))
     batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
@@ -65,12 +67,13 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
     """Return the rewards to learn from, and the metric of what a response's length costs.
 
-    They are float32 [B], the task's rewards less that price, or [B, K], as
-    `Advantage.by_function` says.
+    They are float32 [B], the task's rewards less that price, or [B, K], as `Advantage.by_function`
+    or `by_turn` says; of turns the last one pays it.
     """
     settings = run.config.reward
-    by_function = choose_advantage(run.config).by_function
-    rewards = collected.rewards
+    advantage = choose_advantage(run.config)
+    by_function = advantage.by_function
+    rewards = collected.turns.rewards if advantage.by_turn else collected.rewards
     if by_function:
         names = reward_terms(settings.name)
         rewards = np.stack([collected.by_function[name] for name in names], axis=1)
@@ -81,6 +84,9 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
     if by_function:
         rewards = np.concatenate([rewards, penalty[:, None]], axis=1)
+    elif advantage.by_turn:
+        last = np.arange(rewards.shape[1]) == collected.turns.counts[:, None] - 1
+        rewards = rewards - np.where(last, penalty[:, None], 0)
     else:
         rewards = rewards - penalty
     return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
@@ -99,7 +105,9 @@ def with_advantages(
     advantage = choose_advantage(run.config)
     rewards = put(rewards, "batch", *(None,) * (rewards.ndim - 1))
     estimate = advantage.estimate(rewards, batch, config)
-    batch = dataclasses.replace(batch, advantages=estimate.advantages, returns=estimate.returns)
+    batch = dataclasses.replace(
+        batch, advantages=estimate.advantages, returns=estimate.returns, turn_ends=None
+    )
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from specrl_jax.sharding import move
 from specrl_jax.training.collect import TrainBatch
-from specrl_jax.training.episodes import Responses
+from specrl_jax.training.episodes import Responses, Turns
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
 from specrl_jax.types import Prompts, Rollout, StatePart
@@ -108,12 +108,16 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
 
     def _batch(self, values: Mapping[str, Any], rollout: Rollout) -> TrainBatch:
         arrays = {name: np.array(x, np.float32) for name, x in values["by_function"].items()}
+        turns = values["turns"] and Turns(
+            np.array(values["turns"][0], np.float32), np.array(values["turns"][1], np.int32)
+        )
         return TrainBatch(
             self._find(values["prompts"]),
             rollout,
             np.array(values["rewards"], np.float32),
             **values["scalars"],
             by_function=arrays,
+            turns=turns,
         )
 
 
@@ -127,6 +131,7 @@ def _on_host(batch: TrainBatch) -> dict[str, Any]:
         "prompts": [example.prompt_id for example in batch.prompts.examples],
         "rewards": batch.rewards.tolist(),
         "by_function": {name: x.tolist() for name, x in batch.by_function.items()},
+        "turns": batch.turns and [x.tolist() for x in batch.turns],
         "scalars": jax.tree.map(lambda x: np.asarray(x).item(), scalars),
     }
 

@@ -14,6 +14,7 @@ from specrl_jax.algorithms.advantages import (
     group_relative,
     overlong_penalty,
     prefix_relative,
+    turn_relative,
     whiten,
 )
 from specrl_jax.types import Batch
@@ -75,7 +76,7 @@ def test_gae_against_its_definition(gamma, gae_lambda):
         assert not np.any(np.asarray(array)[~mask])
 
 
-def _estimate(name, rewards, values, mask, settings, tokens=None, lens=None):
+def _estimate(name, rewards, values, mask, settings, tokens=None, lens=None, turn_ends=None):
     """Rows of `tokens` [B, R], or of zeros, after a prompt of one token."""
     mask = np.asarray(mask, bool)
     slots = mask.shape[1]
@@ -88,6 +89,7 @@ def _estimate(name, rewards, values, mask, settings, tokens=None, lens=None):
         advantages=np.zeros(mask.shape, np.float32),
         values=None if values is None else np.float32(values),
         forced=~mask,
+        turn_ends=turn_ends,
     )
     rewards, batch = put_rows((np.float32(rewards), batch))
     return ADVANTAGES[name].estimate(rewards, batch, settings)
@@ -252,3 +254,47 @@ def test_advantages_over_shared_prefixes_by_loops():
             expected /= expected.std(ddof=1) + 1e-6
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(got[8:], 0)
+
+
+def test_advantages_of_turns_by_hand(make_mesh):
+    """Two episodes, of two turns and of one; the environment's tokens lie before the second."""
+    settings = dataclasses.replace(config(2), turn_discount=0.5)
+    rewards = np.array([[0, 1], [1, 0]], np.float32)
+    ends = np.array([[2, 5], [3, 0]], np.int32)
+    got = turn_relative(rewards, ends, settings)
+    np.testing.assert_array_equal(got, [[-0.25, 0], [0.25, 0]])
+    mask = np.array([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]], bool)
+    for shape in ((1, 1, 1), (2, 1, 1)):
+        with jax.set_mesh(make_mesh(*shape)):
+            estimate = _estimate("turn", rewards, None, mask, settings, turn_ends=ends)
+        expected = [[-0.25, -0.25, 0, 0, 0, 0], [0.25, 0.25, 0.25, 0, 0, 0]]
+        np.testing.assert_array_equal(estimate.advantages, expected)
+
+
+def test_advantages_of_turns_by_loops():
+    """Random episodes and every option; turns with equal returns get exactly 0."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 4, 12)
+    has = np.arange(3) < counts[:, None]
+    rewards = np.where(has, rng.random((12, 3)), 0).astype(np.float32)
+    rewards[8:] = np.where(np.arange(3) == counts[8:, None] - 1, 0.1, 0)  # γ = 1: all returns 0.1
+    ends = np.where(has, np.arange(3) + 1, 0).astype(np.int32)
+    for scale, others, discount in itertools.product((False, True), (False, True), (1.0, 0.7)):
+        settings = dataclasses.replace(config(4, scale, others), turn_discount=discount)
+        got = np.asarray(turn_relative(rewards, ends, settings))
+        for row, turn in np.argwhere(has):
+            group = [x for x in range(row // 4 * 4, row // 4 * 4 + 4) if counts[x] > turn]
+            returns = {
+                x: sum(discount ** (k - turn) * float(rewards[x, k]) for k in range(turn, 3))
+                for x in group
+            }
+            expected = 0.0
+            if len(group) > 1:
+                values = np.array([*returns.values()])
+                expected = returns[row] - values.mean()
+                expected /= values.std(ddof=1) + 1e-6 if scale else 1
+                expected *= len(group) / (len(group) - 1) if others else 1
+            np.testing.assert_allclose(got[row, turn], expected, rtol=1e-3, atol=1e-6)
+        np.testing.assert_array_equal(got[~has], 0)
+        if discount == 1:
+            np.testing.assert_array_equal(got[8:], 0)

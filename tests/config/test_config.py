@@ -35,6 +35,7 @@ KEPT_MASK = {"rollout.top_k": 4, "algorithm.keep_sampling_mask": True}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
+TURNS = {"algorithm.advantage": "turn", "environment.name": "guess"}
 FORKS = MATCH | {"rollout.fork.segment": 2}
 GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
 DPO = {"algorithm.advantage": "pair", "algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
@@ -71,6 +72,9 @@ IMPOSSIBLE = [
      "> 0 where rollout.staleness is 2 and updates.old_logprobs is recompute"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
+    ({"algorithm.advantage": "turn"}, "environment.name", "an environment where .* is turn"),
+    (TURNS | {"updates.select": "outer_pairs"}, "updates.select", "all where .* is turn"),
+    (TURNS | DAPO, "algorithm.dynamic_sampling", "False where .* is turn"),
     ({"algorithm.advantage": "tree"}, "algorithm.advantage", "rollout.fork.segment is 0"),
     (FORKS | {"rollout.fork.segment": 6}, "rollout.fork.segment", "< rollout.response_len = 6"),
     (FORKS | {"rollout.fork.roots": 9}, "rollout.fork.roots", "<= rollout.group_size = 8"),

@@ -46,6 +46,7 @@ IDLE_BY_REASON = [
     ({}, "tokenizer.source", "characters", "", {"reward.keep_special_tokens": True}),
     ({}, "rollout.stop", "''", "'</answer>'", {"reward.keep_stop": False}),
     ({}, "reward.overlong_tokens", "0", "4", {"reward.overlong_penalty": 1.0}),
+    ({}, "algorithm.advantage", "auto", "turn", {"algorithm.turn_discount": 0.5}),
     (NONE, "rollout.draft", "none", "previous",
      {"rollout.draft_age": 2, "rollout.accept": "ratio", "rollout.lenience": 2.0,
       "rollout.store_prompts": 64, "algorithm.importance_cap": 2.0}),

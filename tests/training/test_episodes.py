@@ -100,12 +100,15 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     counts = set()
     for row, n in enumerate(played.lens.tolist()):
         texts, place = [], 0
+        ends_of_turns, rewards = [], []
         while place < n:
             ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
             turn = ends[0] + 1 if ends else n
             assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
             texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
             said, reward, done = play(Sums, texts, "3")
+            ends_of_turns.append(turn)
+            rewards.append(reward - sum(rewards))
             observation = TOKENIZER.encode(said)
             over = done or len(texts) == TURNS or not ends or turn + len(observation) >= R
             assert over == (turn == n)
@@ -115,7 +118,9 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
                 place = turn + len(observation)
             else:
                 place = n
-        assert played.turns[row] == len(texts)
+        none = [0] * (TURNS - len(texts))
+        assert played.turns.ends[row].tolist() == ends_of_turns + none
+        assert played.turns.rewards[row].tolist() == rewards + none
         assert played.scores.rewards[row] == reward
         counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
@@ -144,7 +149,7 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     )
     check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
     np.testing.assert_array_equal(by_string.scores.rewards, by_token.scores.rewards)
-    np.testing.assert_array_equal(by_string.turns, by_token.turns)
+    np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
     forced = host(by_string.result.rollout).sources == Source.FORCED
     tokens = by_string.tokens
     assert np.any((tokens[:, :-1] == three) & forced[:, 1:])
@@ -284,7 +289,7 @@ def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch)
     for played in both:
         check_equal(host(played.result.rollout), host(expected.result.rollout))
         np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
-        np.testing.assert_array_equal(played.turns, expected.turns)
+        np.testing.assert_array_equal(played.turns.ends, expected.turns.ends)
 
 
 def _without_logprobs_of_forced(rollout):
