@@ -234,6 +234,7 @@ def test_every_mask_is_a_flag_of_a_run(mesh, tmp_path):
     assert records(tmp_path / "once")[1]["policy/masked_row_low"] < 1
 
 
+@pytest.mark.slow
 def test_current_log_probs_make_the_run_of_recomputed_ones(mesh, tmp_path):
     """One update a step: both have ratio 1 up to rounding, so the weights agree."""
     policies = {}

@@ -61,9 +61,16 @@ def plain(make_mesh):
         return weights, host(rollout)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("width", [1, 4])
-def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, sizes, width):
+@pytest.mark.parametrize(
+    ("width", "sizes"),
+    [
+        (1, (1, 1, 1)),
+        (4, (2, 2, 2)),
+        pytest.param(4, (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param(1, (2, 2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, sizes):
     """With tree drafts, with the plain responses as drafts, in few rows, on one device and more."""
     _, expected = plain
     stop = StopStrings.of(STRINGS, TEXTS)
