@@ -127,6 +127,7 @@ def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
     assert line.startswith("lora.* must be left out")
 
 
+@pytest.mark.slow
 def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained):
     """Reinforcement learning goes on with them. The frozen weights are read from their source."""
     folder, params = pretrained

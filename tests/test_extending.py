@@ -82,6 +82,7 @@ def test_a_draft_source(tmp_path):
     assert last["rollout/tokens_drafted"] > 0
 
 
+@pytest.mark.slow
 def test_a_draft_source_with_a_memory(mesh, tmp_path, monkeypatch):
     names = {"__name__": "frequent"}
     exec(BLOCK.search(RECIPES["A draft source with a memory"])[2], names)

@@ -123,6 +123,7 @@ def test_the_first_cell_installs_on_colab_only(colab, accelerator, package, tmp_
 # As run -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exactness_tells_exact_rules_from_others(run):
     """Distances from the policy: by formula, and of the package's samples."""
     (table,) = (text for text in texts(run("exactness")) if text.startswith("| rule"))
@@ -134,6 +135,7 @@ def test_exactness_tells_exact_rules_from_others(run):
         assert float(kept_sampled) == pytest.approx(float(kept), abs=1e-2)
 
 
+@pytest.mark.slow
 def test_your_own_task_is_learned(run):
     (output,) = (text for text in texts(run("your_own_task")) if "held-out reward: first" in text)
     first, last = re.search(r"held-out reward: first ([\d.]+).* last ([\d.]+)", output).groups()

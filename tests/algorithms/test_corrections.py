@@ -223,6 +223,7 @@ TIGHT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_mask_is_a_flag_of_a_run(mesh, tmp_path):
     masks = {f"algorithm.mask.{name}": bound for name, bound in TIGHT.items()}
     loop.train(small_config(MOVING | masks), tmp_path / "run")

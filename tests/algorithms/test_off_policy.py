@@ -152,6 +152,7 @@ def test_nothing_accepted_has_no_measure(mesh):
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
+@pytest.mark.slow
 def test_a_share_of_drafts_is_left_out(mesh):
     (_, old), (_, new) = ref.policy(0.1), ref.policy()
     plan, prompts = ref.make_spec(), ref.random_prompts(4)

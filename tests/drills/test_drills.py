@@ -78,7 +78,8 @@ def _kill(workdir, changes, moment: random.Random, seconds: tuple[float, float])
     return life.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 200])
 def test_killed_at_random_moments(tmp_path, mesh, kills):
     """Metrics, checkpoint and recorded responses are those of a whole run, bit for bit."""
     steps, (whole, killed) = 3 * kills, (tmp_path / "whole", tmp_path / "killed")

@@ -152,8 +152,8 @@ def test_tree_drafts_at_any_width(mesh, base, width, stored):
     ("shape", "sizes"),
     [
         pytest.param((1, 1, 1), ONE_BUCKET, marks=pytest.mark.slow),
-        ((1, 1, 1), {"row_buckets": 3, "max_rows": 8}),
-        ((2, 2, 2), {"row_buckets": 2}),
+        pytest.param((1, 1, 1), {"row_buckets": 3, "max_rows": 8}, marks=pytest.mark.slow),
+        ((2, 2, 2), {"row_buckets": 2, "max_rows": 16}),
     ],
 )
 def test_previous_and_tree_drafts_on_any_buckets_and_mesh(make_mesh, base, shape, sizes):

@@ -319,6 +319,7 @@ def test_a_job_at_its_time_limit_saves_and_is_queued_again(program, tmp_path):
     assert len(_starts(tmp_path / "w")["a,seed=0"]) == 2
 
 
+@pytest.mark.slow
 def test_plain_and_tree_drafts_through_the_command(tmp_path):
     """Lossless drafts: every token of a training run is the same."""
     arguments = (
