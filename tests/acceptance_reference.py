@@ -18,7 +18,7 @@ logprobs_at = jax.jit(sampling.logprobs_at)
 
 @functools.partial(jax.jit, static_argnums=1)
 def likeliest_tokens(scores, k):
-    """The k likeliest tokens, and their log-probs."""
+    """Return the k likeliest tokens, and their log-probs."""
     ids = sampling.likeliest_tokens(scores, k)
     return ids, sampling.logprobs_at(scores, ids)
 

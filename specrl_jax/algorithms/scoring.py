@@ -156,8 +156,8 @@ def score(
         logits = logits / update_spec.temperature
         return token_logprobs(logits, *inputs), entropy(logits)
 
-    inputs = (sequences.tokens, support_mTk)
-    scores = map_tokens(score_chunk, model, hidden_mTD, inputs, update_spec.logits_chunk)
+    chunk = update_spec.logits_chunk
+    scores = map_tokens(score_chunk, model, hidden_mTD, (sequences.tokens, support_mTk), chunk)
     if critic is None:
         return TokenLogprobs(*scores, values=None), states_mTD
     decoder = critic_decoder(update_spec.model, critic)

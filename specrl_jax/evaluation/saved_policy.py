@@ -25,7 +25,7 @@ from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.rollout.stop_strings import make_stop_strings
+from specrl_jax.rollout.stop_strings import cut_at_stop, make_stop_strings
 from specrl_jax.sharding import shards
 
 BEST = "best"
@@ -92,7 +92,9 @@ class SavedPolicy:
         spec = self.spec(slots, 1, self.config.evaluate.temperature)
         rollout = generate(spec, weights, prompts, self.noise(number)).rollout
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
-        return self.tokenizer.decode(tokens[0, : lens[0]].tolist())
+        text = self.tokenizer.decode(tokens[0, : lens[0]].tolist())
+        strings = spec.stop.strings if spec.stop else ()
+        return cut_at_stop(text, strings, self.config.reward.keep_stop)
 
 
 def open_policy(

@@ -1,11 +1,11 @@
-"""Texts that end a turn, as `</answer>`, found across the borders of tokens.
+"""Texts that end a turn, as `</answer>`, across the borders of tokens.
 
 An automaton reads the texts of tokens. Its state is the longest end of what was read that begins
 one of the strings, so it depends on a few tokens alone: whoever reads these from the start knows
 the state, and a row carries none. With the string "<a>":
 
     tokens   "x<"   "a"    "> y"
-    state    "<"    "<a"   found: the turn ends with this token
+    state    "<"    "<a"   accepting: the turn ends with this token
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class StopStrings:
 
     strings: tuple[str, ...]
     kinds: np.ndarray  # int32 [V], the column of `moves` of each token
-    moves: np.ndarray  # int32 [S, K], next state by state and kind; the last state: found
+    moves: np.ndarray  # int32 [S, K], next state by state and kind; the last state accepts
 
     @classmethod
     def of(cls, strings: Sequence[str], texts: Sequence[str]) -> "StopStrings":
@@ -37,21 +37,21 @@ class StopStrings:
         begins = {string[:size] for string in strings for size in range(len(string))}
         states = sorted(begins, key=len)  # "" first: the start
         number = {state: i for i, state in enumerate(states)}
-        found = len(states)
+        accepting = len(states)
         letters = set("".join(strings))
 
         def move(state: str, text: str) -> int:
             read = state + text
             if any(string in read for string in strings):
-                return found
+                return accepting
             return number[next(state for state in reversed(states) if read.endswith(state))]
 
         def column(text: str) -> tuple[int, ...]:
             if letters.isdisjoint(text):
-                return (0,) * found + (found,)
-            return (*(move(state, text) for state in states), found)
+                return (0,) * accepting + (accepting,)
+            return (*(move(state, text) for state in states), accepting)
 
-        columns = {(0,) * found + (found,): 0}  # the first is of NOTHING
+        columns = {(0,) * accepting + (accepting,): 0}  # the first is of NOTHING
         kinds = [columns.setdefault(column(x or _NO_TEXT), len(columns)) for x in texts]
         return cls(tuple(strings), np.array(kinds, np.int32), np.array([*columns], np.int32).T)
 

@@ -28,7 +28,7 @@ from specrl_jax.types import Prompts, Rollout, StatePart
 
 
 class Collected(NamedTuple):
-    """What the rollouts of a step gave."""
+    """Batch of a step, and the responses that its rollouts gave."""
 
     batch: TrainBatch
     rollouts: list[Responses]

@@ -25,7 +25,7 @@ def _draw(select: str, advantages=ADVANTAGES, group_size: int = 4, seed: int = 0
 
 
 def _probabilities(select: str) -> dict[tuple, float]:
-    """The chance of each pair to be the first, over all ways to keep a pair of each group."""
+    """Return the chance of each pair to be first, over all ways to keep a pair of each group."""
     chances = dict.fromkeys(OUTER + INNER, 0.0)
     weights = dict(zip(OUTER + INNER, OUTER_WEIGHTS + INNER_WEIGHTS, strict=True))
     ways = [OUTER]
@@ -52,7 +52,7 @@ def test_pairs_are_drawn_by_their_advantages(select):
 
 
 def test_the_draws_of_a_step_are_independent():
-    """Of two draws of a step, both are (12, 15) as often as 4/7 · 4/7 says."""
+    """Both draws of a step are (12, 15) as often as 4/7 · 4/7 says."""
     pairs = [_draw("outer_pairs", seed=seed)[:2] for seed in range(4_000)]
     both = pairs.count([(12, 15), (12, 15)]) / len(pairs)
     assert abs(both - (4 / 7) ** 2) <= 4 * np.sqrt(both * (1 - both) / len(pairs))

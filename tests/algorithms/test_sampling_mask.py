@@ -169,7 +169,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(mesh, top_k, top_p
 
 
 def test_a_later_update_and_the_penalty_take_the_same_tokens(mesh):
-    """The weights have moved since the rollout. All policies are among the rollout's tokens:
+    """Weights have moved since the rollout. All policies are among the rollout's tokens:
 
     Σ_y π_old(y) Σ_t (−r(y)·π(y_t) / π_old(y_t) + β·KL(π ‖ π_ref)), contexts fixed
     """

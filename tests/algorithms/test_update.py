@@ -77,7 +77,7 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
 
 
 def test_a_budget_divides_the_sum_over_the_rows_that_are_taken(mesh):
-    """Of 12 tokens 7 are taken: two rows, one of them cut. The sum is divided by a budget of 9."""
+    """Seven of 12 tokens are taken, of two rows, one of them cut; the sum is divided by 9."""
     batch = dataclasses.replace(host_batch(), response_lens=np.array([3, 0, 4, 0], np.int32))
     settings = dataclasses.replace(LOSS, token_budget=9)
     update_spec = dataclasses.replace(LEARNER, loss=settings)

@@ -37,7 +37,7 @@ def said(answers):
 
 @pytest.mark.parametrize("name", ["Counter", "Shared"])
 def test_an_environment_is_made_once_and_steps_once_a_turn(name):
-    """Of 16 turns it makes 16 steps, whatever others do. A process of its own draws its own."""
+    """It makes 16 steps for 16 turns, whatever others do. A process of its own draws its own."""
     with make(name, threshold=17.0) as pool:
         episodes = pool.begin([PROBLEM] * 4)
         made = 1 if name == "Counter" else 2  # of each process

@@ -37,7 +37,7 @@ class Trusted(Counter):
 
 
 class Replayable(Counter):
-    """The same in a process of each episode's own, which may be played again."""
+    """They do the same in a process for each episode, which may be played again."""
 
     replayable = True
 

@@ -1,4 +1,4 @@
-"""The worker of environments as it runs on systems without user namespaces."""
+"""Worker of environments as it runs on systems without user namespaces."""
 
 from specrl_jax.rewards import environment_process, linux
 

@@ -132,7 +132,7 @@ CHOICES = {
     ],
 )
 def test_drafts_change_no_token(mesh, grown, choice, step):
-    """Those of the same noise are kept whole, but for the tokens that others decoded."""
+    """Responses on the same noise are kept whole, but for the tokens that others decoded."""
     _, expected, weights, _ = grown
     spec = make_spec(forks=FORKS, **PLAIN | CHOICES[choice])
     source = (

@@ -60,7 +60,7 @@ BUDGET = SELECTED | {"updates.token_budget": 20}
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Of each update its rows, and the tokens and advantages of the batch; and its sums."""
+    """Return the rows of each update, the tokens and advantages of the batch, and its sums."""
     seen, real = [], learn.update
 
     def update(update_spec, state, batch, packed, **options):
