@@ -6,12 +6,14 @@ it against what the compiler says.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.compile.shapes import AbstractRun, RolloutShapes, device_bytes, of_run
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import shards
 from specrl_jax.training import memory
 from specrl_jax.training.state import Run
@@ -53,12 +55,25 @@ def fit_rows(run: AbstractRun, there: float) -> AbstractRun:
     """
     if run.spec.max_rows:
         return run
-    spec = dataclasses.replace(run.spec, max_rows=_max_rows(run, run.training, there))
+    most = _max_rows(run.kept, run.training, there)
+    spec = dataclasses.replace(run.spec, max_rows=most)
     eval_spec = run.eval_spec
     if run.config.evaluate.every:
-        most = _max_rows(run, run.evaluation, there)
+        most = _max_rows(run.kept, run.evaluation, there)
         eval_spec = dataclasses.replace(eval_spec, max_rows=most)
     return dataclasses.replace(run, spec=spec, eval_spec=eval_spec)
+
+
+def fit_evaluation(spec: RolloutSpec, weights: Params, params: Params, rows: int) -> RolloutSpec:
+    """Return the spec of a rollout of `rows` rows with those that fit beside a policy alone.
+
+    weights: the rollout's copy of `params`. Raises ValueError as `fit_rows` does.
+    """
+    if spec.max_rows:
+        return spec
+    there = memory.device_memory()[0] / jax.sharding.get_mesh().size
+    shapes = RolloutShapes(spec, weights, rows, rows, None)
+    return dataclasses.replace(spec, max_rows=_max_rows(params, shapes, there))
 
 
 def describe(run: AbstractRun, there: float) -> str:
@@ -73,14 +88,13 @@ def describe(run: AbstractRun, there: float) -> str:
     )
 
 
-def _max_rows(run: AbstractRun, shapes: RolloutShapes, there: float) -> int:
-    need = estimate(run, shapes)
+def _max_rows(kept: Any, shapes: RolloutShapes, there: float) -> int:
+    need = estimate(kept, shapes)
     rows = need.rows(there)
     if not rows:
-        config = run.config
         lengths = {
-            "data.prompt_len": config.data.prompt_len,
-            "rollout.response_len": config.rollout.response_len,
+            "data.prompt_len": shapes.spec.prompt_slots,
+            "rollout.response_len": shapes.spec.response_slots,
         }
         field = max(lengths, key=lengths.get)
         raise ValueError(
@@ -91,11 +105,11 @@ def _max_rows(run: AbstractRun, shapes: RolloutShapes, there: float) -> int:
     return rows * shards("batch")
 
 
-def estimate(run: AbstractRun, shapes: RolloutShapes) -> Need:
-    """Return what a rollout takes of a device."""
+def estimate(kept: Any, shapes: RolloutShapes) -> Need:
+    """Return what a rollout takes of a device; kept: arrays that are there all the time."""
     pieces = shards("batch")
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
-    beside = device_bytes([run.kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
+    beside = device_bytes([kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
     row = device_bytes([shapes.cache(pieces), shapes.batch_rows(pieces)])
     return Need(beside + _extend_bytes(shapes), row + _step_bytes(shapes))
 

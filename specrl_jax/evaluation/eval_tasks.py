@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from specrl_jax.compile.fit import fit_evaluation
 from specrl_jax.config import validate
 from specrl_jax.config.fields import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
@@ -101,6 +102,7 @@ def measure_task(
                 continue
             size = policy.batch_size(len(encoded.lens), count)
             spec = policy.spec(encoded.tokens.shape[1], count, warmth)
+            spec = fit_evaluation(spec, weights, policy.params, size * count)
             batches = eval_batches(encoded, size)
             answered = evaluate(spec, weights, batches, policy.noise(), scorer)
             decoding = f"T={warmth:g}" if warmth else "greedy"

@@ -1,11 +1,13 @@
 """Rows that fit a device: by hand, and against what the compiler says."""
 
+import dataclasses
+
 import jax
 import pytest
 import small_runs
 
 from specrl_jax.compile import fit, programs
-from specrl_jax.compile.shapes import device_bytes, of_config
+from specrl_jax.compile.shapes import RolloutShapes, device_bytes, of_config
 from specrl_jax.process import runtime
 from specrl_jax.train import train
 from specrl_jax.training import memory
@@ -34,7 +36,7 @@ def test_rows_of_a_made_up_memory():
 
 def test_a_row_by_hand(mesh):
     run = run_of()
-    need = fit.estimate(run, run.training)
+    need = fit.estimate(run.kept, run.training)
     cache = 9 * 2 * 2 * 4 * 4  # slots, keys and values, heads, their size, bytes
     kept = 10 * 4 + 1 + 7 * (3 * 4 + 1)  # numbers of a row; four arrays of 6 tokens and a margin
     step = 2 * 4 * (16 + 4 * 9)  # logits and scores, twice
@@ -56,7 +58,7 @@ def test_the_rows_that_fit_are_in_the_spec(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
         run = run_of({"evaluate.every": 1})
         pieces = shape[0] * shape[1]
-        need = fit.estimate(run, run.training)
+        need = fit.estimate(run.kept, run.training)
         fitted = fit.fit_rows(run, (need.beside + 4.5 * need.row) / 0.9)
         assert fitted.spec.max_rows == 4 * pieces
         assert fitted.training.buckets.rows[0] == 4 * pieces
@@ -69,12 +71,27 @@ def test_the_rows_that_fit_are_in_the_spec(make_mesh, shape):
     assert line.endswith(", got 6")
 
 
+def test_an_evaluation_takes_the_rows_that_fit_beside_the_policy(mesh, monkeypatch):
+    run = run_of({"evaluate.every": 1})
+    params = run.state.params
+    monkeypatch.setattr(memory, "device_memory", lambda: (2.0**40, "this machine"))
+    spec = fit.fit_evaluation(run.eval_spec, run.weights, params, rows=64)
+    assert spec.buckets(64).rows[0] == 64
+    shapes = RolloutShapes(run.eval_spec, run.weights, 64, 64, None)
+    row = fit.estimate((), shapes).row
+    beside = fit.estimate((), shapes).beside + device_bytes(params)
+    monkeypatch.setattr(memory, "device_memory", lambda: ((beside + 8.5 * row) / 0.9, ""))
+    assert fit.fit_evaluation(run.eval_spec, run.weights, params, rows=64).max_rows == 8
+    given = dataclasses.replace(run.eval_spec, max_rows=4)
+    assert fit.fit_evaluation(given, run.weights, params, rows=64) is given
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1)], ids=["one device", "two"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
     with jax.set_mesh(make_mesh(*shape)):
         run = run_of(KINDS[kind], **{"rollout.prompts_per_step": 16, "data.prompts": 16})
-        need = fit.estimate(run, run.training)
+        need = fit.estimate(run.kept, run.training)
         kept = device_bytes(run.kept)
         rows = run.training.buckets.rows[0] // run.training.buckets.multiple
         listed = list(programs.rollout_programs(run.training))
@@ -86,7 +103,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
 def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     config = small_runs.small_config(**{"train.steps": 1, "warmup.steps": 0})
     run = of_config(config)
-    need = fit.estimate(run, run.training)
+    need = fit.estimate(run.kept, run.training)
     # The store of a run has its own prompts, so less beside.
     there = (need.beside + 8.5 * need.row) / 0.9
     monkeypatch.setattr(memory, "device_memory", lambda: (there, "this machine"))
