@@ -27,7 +27,7 @@ from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass, distributions
-from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.rows import PADDING, Rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
@@ -118,9 +118,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
     cache = cache[: spec.model.num_layers]
-    # Rows that are done, whose keys and values nobody needs, feed the first slots: kernels then
-    # read no others of them.
-    start = jnp.where(rows.done, 0, rows.prompt_lens + rows.lens - 1)
+    # Rows whose keys and values nobody needs feed the first slots: kernels then read no others of
+    # them. Those of a row that waits for its environment are kept.
+    gone = rows.index == PADDING if spec.turns else rows.done
+    start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
     if spec.draft_head is not None:
         drafting = HeadDrafting(spec.draft_head, model, weights)
