@@ -81,9 +81,12 @@ def scatter(rows: Rows, all_rows: Rows) -> Rows:
     return on_shards(local, rows, all_rows, like=all_rows)
 
 
-def slot_ranks(rows: Rows) -> Array:
-    """int32 [b]: 0 for unfinished rows, 1 for those that are done, 2 where there is none."""
-    return rows.done.astype(jnp.int32) + (rows.index == PADDING)
+def slot_ranks(done: Array, index: Array) -> Array:
+    """int32 [b]: 0 for unfinished rows, 1 for those that are done, 2 where there is none.
+
+    done, index: [b], of `Rows`.
+    """
+    return done.astype(jnp.int32) + (index == PADDING)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -95,23 +98,25 @@ def compact(rows: Rows, *, size: int) -> Rows:
     count = size // shards("batch")
 
     def local(rows: Rows) -> Rows:
-        return take_own_rows(rows, jnp.argsort(slot_ranks(rows), stable=True)[:count])
+        order = jnp.argsort(slot_ranks(rows.done, rows.index), stable=True)
+        return take_own_rows(rows, order[:count])
 
     return on_shards(local, rows, like=rows)
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def compact_layer(layer: Layer, ranks: Array, *, size: int) -> Layer:
+def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Layer:
     """Move what a layer of the cache has of the rows that `compact` moves.
 
-    ranks: int32 [b], by `slot_ranks`.
+    done, index: [b], of `Rows`.
     """
     count = size // shards("batch")
 
-    def local(layer: Layer, ranks: Array) -> Layer:
-        return take_own_rows(layer, jnp.argsort(ranks, stable=True)[:count])
+    def local(layer: Layer, done: Array, index: Array) -> Layer:
+        order = jnp.argsort(slot_ranks(done, index), stable=True)
+        return take_own_rows(layer, order[:count])
 
-    return on_shards(local, layer, ranks, like=layer)
+    return on_shards(local, layer, done, index, like=layer)
 
 
 @functools.partial(jax.jit, donate_argnames="rows")

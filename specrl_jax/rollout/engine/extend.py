@@ -170,7 +170,7 @@ def extend(
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
     prefixes = prefixes.on_mesh()
-    free = on_shards(lambda x: jnp.argsort(slot_ranks(x), descending=True), rows, like=rows.lens)
+    free = on_shards(_free_slots, rows.done, rows.index, like=rows.lens)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
         tokens = prefixes.tokens[chunk]
@@ -201,12 +201,17 @@ def extend(
     return cache, rows, counts, progress(rows, stop)
 
 
+def _free_slots(done: Array, index: Array) -> Array:
+    """int32 [b], all slots: those without a row first, then those of rows that are done."""
+    return jnp.argsort(slot_ranks(done, index), stable=True, descending=True)
+
+
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
     """Take the rows of block `number` of a chunk, `size` of each shard.
 
-    free: int32 [b], slots of the running batch: those without a row first, then rows that wait.
+    free: int32 [b], by `_free_slots`.
     """
 
     def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:

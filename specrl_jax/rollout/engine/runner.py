@@ -34,7 +34,6 @@ from specrl_jax.rollout.rows import (
     compact_layer,
     release,
     scatter,
-    slot_ranks,
 )
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Prompts
@@ -309,10 +308,9 @@ class Runner:
         """Give the rows a smaller batch that has room for all unfinished ones."""
         self.write_back_finished()
         layers = list(self.cache)
-        ranks = slot_ranks(self.rows)
         self.cache = ()  # so that each layer is freed once it has been moved
         for number, layer in enumerate(layers):
-            layers[number] = compact_layer(layer, ranks, size=size)
+            layers[number] = compact_layer(layer, self.rows.done, self.rows.index, size=size)
         self.cache = tuple(layers)
         self.rows = compact(self.rows, size=size)
         self.size = size
