@@ -284,10 +284,11 @@ def begin_rows(
     new = policy_after(accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
-    if spec.draft_head is not None:
-        rows = dataclasses.replace(rows, last_state=states_at(accepted, 1)[:, 0])
     real = ~rows.done
     rows, count = append(spec, rows, new, accepted, Source.REUSED)
+    if spec.draft_head is not None:
+        newest = jnp.maximum(count - 1, 0)
+        rows = dataclasses.replace(rows, last_state=states_at(newest, 1)[:, 0])
     reused = jnp.minimum(accepted, count)
     rejected = (accepted < draft_len) & (count > accepted)
     counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])

@@ -150,7 +150,7 @@ def test_scatter(make_mesh, shape):
 @SHAPES
 @pytest.mark.parametrize("full", [False, True])
 def test_compact(make_mesh, shape, full):
-    """Unfinished rows stay in order on their shard, with their cache; after them rows that are done,
+    """Unfinished rows stay in order on their shard, with their cache; then come rows that are done,
     then padding."""
     all_rows = random_rows()
     left = [0, 3, 4, 6] if full else [3, 6]  # on two shards as many on each
