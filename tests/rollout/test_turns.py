@@ -1,6 +1,7 @@
 """Episodes whose rows keep their keys against the same episodes begun again at every turn."""
 
 import dataclasses
+import sys
 
 import jax
 import numpy as np
@@ -156,6 +157,21 @@ def _without_forced(rollout):
     return dataclasses.replace(rollout, **tops)
 
 
-def test_a_token_of_an_episode_is_computed_once(mesh):
-    """Episodes of 2, 4, 8 turns of 4 tokens: what is computed beside decode steps grows with the
-    turns, not with their square."""
+def test_a_token_of_an_episode_is_computed_once(mesh, monkeypatch):
+    """Episodes of 2, 4, 8 turns: what is computed beside decode steps grows with the turns, where
+    that of rows that begin again grows with their square."""
+    monkeypatch.setattr(sys.modules[__name__], "R", 72)
+    _, weights = ref.policy()
+    spec = make_spec(slots=R, eos=tuple(range(1, 8)), turns=True, accept="match", **ref.ONE_BUCKET)
+    kept = []
+    again = []
+    for most in (2, 4, 8):
+        monkeypatch.setattr(
+            sys.modules[__name__],
+            "answer",
+            lambda row, turn, tokens, most=most: None if turn == most else [5],
+        )
+        kept.append(play(spec, weights)[2].extended_tokens)
+        again.append(play_again(spec, weights)[2].extended_tokens)
+    assert kept[2] - kept[1] < 2.5 * (kept[1] - kept[0])
+    assert again[2] - again[1] > 3 * (again[1] - again[0])
