@@ -126,7 +126,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
             yield _program(f"{prefix}compact to {smaller}", compact, rows, size=smaller)
             yield _program(
                 f"{prefix}compact a layer to {smaller}", compact_layer, cache[0], rows.done,
-                rows.index,                size=smaller, beside=(copied, others, cache[1:]),
+                rows.index, size=smaller, beside=(copied, others, cache[1:]),
             )  # fmt: skip
         yield _program(f"{prefix}write back {size}", scatter, rows, shapes.all_rows)
 

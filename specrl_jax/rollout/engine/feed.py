@@ -111,10 +111,13 @@ def feed(
     def run_block(number: Array, state: tuple) -> tuple:
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
+        begun = gather(all_rows, block.row_ids)
+        texts = _texts(begun, drafts, block.row_ids, buckets.slots)
+        own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
+        windows = fed.windows[number]
         own, hidden = _feed_block(
-            spec, buckets, model, weights, cache, all_rows, drafts, block, starts,
-            fed.windows[number],
-        )  # fmt: skip
+            spec, weights, buckets.feed_columns, windows, own, begun, texts, starts
+        )
         cache = copy_rows(cache, own, block.batch_slots)
         begun, new = begin_rows(
             spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
@@ -146,28 +149,23 @@ def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Ar
 
 def _feed_block(
     spec: RolloutSpec,
-    buckets: Buckets,
-    model: Transformer,
     weights: Params,
-    cache: KVCache,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    block: RowBlock,
-    starts: Array,
+    width: int,
     windows: Array,
+    own: KVCache,
+    rows: Rows,
+    texts: Array,
+    starts: Array,
 ) -> tuple[KVCache, Array]:
-    """Return a copy of the block's part of the cache, up to date, and the states [b, S, D].
+    """Return the block's own cache, up to date, and the states [b, S, D].
 
-    starts: int32 [b]; windows: how many are fed. A window after a row's last token writes what
-    nobody reads.
+    windows: how many are fed, of `width` tokens each; one after a row's last token writes what
+    nobody reads. texts: int32 [b, S], of the responses. starts: int32 [b].
     """
-    rows = gather(all_rows, block.row_ids)
-    width = buckets.feed_columns
-    slots = cache_slots(cache)
+    model = Transformer(spec.model, weights)
     layers = spec.model.num_layers
-    texts = _texts(rows, drafts, block.row_ids, slots)
+    slots = cache_slots(own)
     first = rows.prompt_lens + starts
-    own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
     shape = (len(starts), slots, spec.model.embed_dim)
     hidden = jnp.zeros(shape, spec.model.dtype, out_sharding=axes("batch", None, None))
     head = None
