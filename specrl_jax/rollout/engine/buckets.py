@@ -18,7 +18,7 @@ from specrl_jax.sharding import chunk_tokens, platform
 
 COLUMNS = 32  # draft tokens of a row that are decided together
 # Tokens of a row that are fed at once where it goes on in its slot.
-FEED_COLUMNS = {"cpu": 8}
+FEED_COLUMNS = {"cpu": 4}
 FEED_COLUMNS_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
 BLOCK_BYTES = {"cpu": 2**26}
