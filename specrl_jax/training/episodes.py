@@ -135,18 +135,18 @@ class ResponseScorer:
           and of these the seconds that environments were waited for, as time/environment.
         """
         clock = clock or Stopwatch()
-        begin = generate_forked if spec.forks else generate
+        inputs = (spec, weights, prompts, noise)
+        options = {"carry_over": carry_over, "speculation": speculation}
         if self.max_turns:
-            begin = EpisodeRollout
+            with clock.timed("time/rollout"):
+                episodes = EpisodeRollout(*inputs, **options)
+            return _Episodes(self, prompts, episodes, clock).play()
+        roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
-            begun = begin(
-                spec, weights, prompts, noise, carry_over=carry_over, speculation=speculation
-            )
-        if self.max_turns:
-            return _Episodes(self, prompts, begun, clock).play()
-        tokens, lens = hosts.fetch((begun.rollout.tokens, begun.rollout.lens))
+            result = roll_out(*inputs, **options)
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
-            return self._score_rollout(prompts, begun, tokens, lens)
+            return self._score_rollout(prompts, result, tokens, lens)
 
     def _score_rollout(
         self, prompts: Prompts, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
