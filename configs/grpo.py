@@ -141,7 +141,7 @@ def base() -> ConfigDict:
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
     environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
-    environment.allow_unfinished = 0.0  # share of the episodes that a turn does not wait for
+    environment.allow_unfinished = 0.5  # share of the episodes that the others do not wait for
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()

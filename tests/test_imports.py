@@ -55,6 +55,7 @@ ALLOWED = {
         "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
+    "rollout/turns": {"hosts", "models", "rollout", "sharding", "types"},
     "rollout/forks": {"hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "evaluation": {

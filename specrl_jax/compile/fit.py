@@ -115,7 +115,7 @@ def estimate(kept: Any, shapes: RolloutShapes) -> Need:
 
 
 def _extend_bytes(shapes: RolloutShapes) -> int:
-    """Return the bytes of what `extend` computes of a chunk, and of a block of its rows."""
+    """Return the bytes that `extend` needs for a chunk, and it or `feed` for a block of rows."""
     model = shapes.spec.model
     buckets = shapes.buckets
     itemsize = jnp.dtype(model.dtype).itemsize
@@ -128,7 +128,10 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
     if "packed" not in model.kernels:
         scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")
     logits = 4 * buckets.draft_columns * model.vocab_size // shards("vocab")
-    block = buckets.block_rows * max(logits, buckets.slots * slot)
+    row = buckets.slots * slot
+    if shapes.spec.turns:  # the states of `feed`
+        row += buckets.slots * itemsize * model.embed_dim
+    block = buckets.block_rows * max(logits, row)
     return _COPIES * (tokens * slot + hidden + scores + block)
 
 

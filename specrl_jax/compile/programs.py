@@ -28,12 +28,13 @@ from specrl_jax.compile.shapes import (
 )
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
-from specrl_jax.rollout.carry_over import append_forced, restore
+from specrl_jax.rollout.carry_over import append_forced
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
 from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.rows import compact, compact_layer, scatter
+from specrl_jax.rollout.engine.feed import feed
+from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.training import memory
 from specrl_jax.training.build import frozen_steps
@@ -104,6 +105,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     )  # fmt: skip
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     others = (shapes.all_rows, shapes.drafts)
+    over = array(np.bool_, (shapes.rows,), "batch")
     for size in buckets.rows:
         cache = shapes.cache(size)
         rows = shapes.batch_rows(size)
@@ -113,11 +115,18 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
                 f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, cache,
                 rows, draft_state, stop, width=width, runs_model=True, beside=others,
             )  # fmt: skip
+        if spec.turns:
+            yield _program(
+                f"{prefix}feed {size}", feed, spec, buckets, shapes.weights, cache, rows,
+                shapes.all_rows, shapes.drafts, number, shapes.fed, stop, runs_model=True,
+                kept=shapes.weights["stacked"],
+            )  # fmt: skip
+            yield _program(f"{prefix}release {size}", release, rows, over)
         if smaller := buckets.rows_below(size):
             yield _program(f"{prefix}compact to {smaller}", compact, rows, size=smaller)
             yield _program(
                 f"{prefix}compact a layer to {smaller}", compact_layer, cache[0], rows.done,
-                size=smaller, beside=(copied, others, cache[1:]),
+                rows.index, size=smaller, beside=(copied, others, cache[1:]),
             )  # fmt: skip
         yield _program(f"{prefix}write back {size}", scatter, rows, shapes.all_rows)
 
@@ -136,16 +145,17 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
         size=shapes.buckets.rows[0], slots=shapes.buckets.slots,
     )  # fmt: skip
-    turns = bool(run.config.environment.name)
     step = jax.ShapeDtypeStruct((), np.int32)
-    for begun in (None, shapes.begun) if turns else (None,):
-        name = f"{prefix}read" if begun is None else f"{prefix}read a turn"
-        yield _program(name, read_rollout, spec, shapes.all_rows, shapes.drafts, begun, step)
-    if turns:
-        yield _program(f"{prefix}restore", restore, shapes.all_rows, shapes.begun)
-        tokens = array(np.int32, shapes.begun.rollout.tokens.shape, "batch", None)
-        lens = shapes.begun.draft_lens
-        yield _program(f"{prefix}append forced", append_forced, shapes.begun, tokens, lens)
+    yield _program(
+        f"{prefix}read", read_rollout, spec, shapes.all_rows, shapes.drafts, None, step
+    )  # fmt: skip
+    if spec.turns:
+        tokens = array(np.int32, (shapes.rows, spec.response_slots), "batch", None)
+        lens = array(np.int32, (shapes.rows,), "batch")
+        answered = array(np.bool_, (shapes.rows,), "batch")
+        yield _program(
+            f"{prefix}append forced", append_forced, shapes.all_rows, tokens, lens, answered
+        )  # fmt: skip
 
 
 def _update_programs(run: AbstractRun) -> Iterator[Program]:

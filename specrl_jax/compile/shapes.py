@@ -37,13 +37,14 @@ from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
+from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.sharding import axes, eval_shape, move
 from specrl_jax.training.build import policy_schedule, store_shape, training_spec
 from specrl_jax.training.group_buffer import trained_group_size
 from specrl_jax.training.state import Run, rollout_rows
-from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
+from specrl_jax.types import Batch, Drafts, Prompts, Rollout
 
 
 def abstract(function: Callable, *args) -> Any:
@@ -123,15 +124,14 @@ class RolloutShapes:
         return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
 
     @functools.cached_property
+    def fed(self) -> Fed:
+        none = np.zeros(0, np.int32)
+        return on_host(pack_fed(self.buckets, self.rows // self.buckets.multiple, *[none] * 5))
+
+    @functools.cached_property
     def rollout(self) -> Rollout:
         read = functools.partial(read_rollout, self.spec)
         return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
-
-    @functools.cached_property
-    def begun(self) -> PartialRows:
-        """Rows between two turns."""
-        numbers = array(np.int32, (self.rows,), "batch")
-        return PartialRows(self.rollout, array(np.bool_, (self.rows,), "batch"), numbers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,6 +148,11 @@ def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, rows_b: 
     """
     taken = take_nodes(fresh, nodes_bS)
     new = tuple(as_layer(*arrays, layer) for arrays, layer in zip(taken, cache, strict=True))
+    return copy_rows(cache, new, rows_b)
+
+
+def copy_rows(cache: KVCache, new: KVCache, rows_b: Array) -> KVCache:
+    """Return the cache with whole rows of another one; rows: int32 [b], as in `write_rows`."""
     return on_shards(_write_own_rows, cache, new, rows_b, like=cache)
 
 

@@ -156,54 +156,61 @@ class CarryOver:
     fillers: int = 0  # the last prompts that only fill the rollout's shape
     # [Q * G]. Rows that are done stay as they are; drafts begin with what rows hold.
     partial_rows: PartialRows | None = None
-    allow_unfinished: int = 0  # rows that may be left unfinished, for the next `partial_rows`
 
 
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@jax.jit
-def append_forced(begun: PartialRows, tokens: Array, lens: Array) -> PartialRows:
-    """Append to rows `lens` [B] tokens of `tokens` [B, O], which no policy drew."""
-    rollout = begun.rollout
-    positions = jnp.arange(rollout.tokens.shape[1])[None, :]
-    new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
-    wide = jnp.pad(rollout.tokens, ((0, 0), (0, tokens.shape[1])))
-    moved = write_slots(wide, tokens, rollout.lens)[:, : rollout.tokens.shape[1]]
-    rollout = dataclasses.replace(
-        rollout,
-        tokens=jnp.where(new, moved, rollout.tokens),
-        sources=jnp.where(new, jnp.int8(Source.FORCED), rollout.sources),
-        lens=rollout.lens + lens,
+@functools.partial(jax.jit, donate_argnames="all_rows")
+def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
+    """Append to the rows marked in `answered` bool [B] the first `lens` [B] of `tokens` [B, O].
+
+    No policy drew these. The rows go on with another turn.
+    """
+    columns = all_rows.tokens.shape[1]
+    positions = jnp.arange(columns)[None, :]
+    ends = all_rows.lens + jnp.where(answered, lens, 0)
+    new = (positions >= all_rows.lens[:, None]) & (positions < ends[:, None])
+    wide = jnp.pad(all_rows.tokens, ((0, 0), (0, tokens.shape[1])))
+    moved = write_slots(wide, tokens, all_rows.lens)[:, :columns]
+
+    def clear(x: Array) -> Array:
+        return jnp.where(jnp.expand_dims(new, tuple(range(2, x.ndim))), jnp.zeros_like(x), x)
+
+    cleared = jax.tree.map(clear, TokenColumns.of(all_rows))
+    written = jnp.where(new, moved, all_rows.tokens)
+    last = read_slots(written, jnp.maximum(ends - 1, 0), 1)[:, 0]
+    return dataclasses.replace(
+        all_rows,
+        lens=ends,
+        last=jnp.where(answered, last, all_rows.last),
+        done=all_rows.done & ~answered,
+        sources=jnp.where(new, jnp.int8(Source.FORCED), all_rows.sources),
+        **vars(cleared) | {"tokens": written},
     )
-    return dataclasses.replace(begun, rollout=rollout)
 
 
 @functools.partial(jax.jit, static_argnames=("eos_ids", "stop"))
 def turn_drafts(
     drafts: Drafts,
-    begun: PartialRows | None,
+    holds: Rollout | Rows | None,
+    done: Array | None,
     eos_ids: tuple[int, ...],
-    begins: Array | None = None,
     stop: StopStrings | None = None,
 ) -> Drafts:
     """Drafts [B] up to the end of the turn; none where they do not begin with what a row holds.
 
-    A draft of n tokens for a row that holds m < n is one for n - m tokens. begins: int32 [B], where
-    the rows' turns began; None: after what they hold. A row that has rejected a token since has no
-    draft until its turn ends. A row that is done has none.
+    A draft of n tokens for a row that holds m < n is one for n - m tokens. done: bool [B], rows
+    that have none. None: the rows hold nothing, and none is done.
     """
-    positions = jnp.arange(drafts.tokens.shape[1])[None, :]
-    begin = jnp.zeros_like(drafts.lens) if begun is None else begun.rollout.lens
+    slots = drafts.tokens.shape[1]
+    positions = jnp.arange(slots)[None, :]
+    begin = jnp.zeros_like(drafts.lens) if holds is None else holds.lens
     same = drafts.lens > begin
-    if begun is not None:
-        differ = (drafts.tokens != begun.rollout.tokens) & (positions < begin[:, None])
-        same &= ~jnp.any(differ, axis=1) & ~begun.done
-    if begins is not None:
-        drawn = (begun.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
-        same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)
-    turn_begins = begin if begins is None else begins
-    own = jnp.where(positions < turn_begins[:, None], NOTHING, drafts.tokens)
+    if holds is not None:
+        differ = (drafts.tokens != holds.tokens[:, :slots]) & (positions < begin[:, None])
+        same &= ~jnp.any(differ, axis=1) & ~done
+    own = jnp.where(positions < begin[:, None], NOTHING, drafts.tokens)
     before = ((0, 0), (stop.window if stop else 0, 0))
     ends = turn_ends(eos_ids, stop, jnp.pad(own, before, constant_values=NOTHING))
     ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])

@@ -95,7 +95,7 @@ class _Groups:
         begun = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
         drafts = carry_over.drafts
         if drafts is not None:
-            drafts = turn_drafts(drafts, begun, self.spec.eos_ids, stop=self.spec.stop)
+            drafts = turn_drafts(drafts, self.rollout, done, self.spec.eos_ids, self.spec.stop)
             lens = jnp.minimum(drafts.lens, put(limits, "batch"))
             drafts = dataclasses.replace(drafts, lens=lens)
         return dataclasses.replace(carry_over, drafts=drafts, partial_rows=begun)

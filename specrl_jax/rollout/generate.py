@@ -44,7 +44,6 @@ class RolloutResult:
     resumed_tokens: int = 0  # the same in all, groups that are not done included
     run_ahead: RunAhead | None = None  # None without prompts of the next step
     resumed: Resumed | None = None  # groups that are not done; None unless the rollout is partial
-    finished: np.ndarray | None = None  # bool [Q * G], rows that are done; None: all
 
     @property
     def group_size(self) -> int:
@@ -85,7 +84,7 @@ def generate(
     next step. speculation: chooses widths; without it the widest are used.
     """
     begun = _begun(spec, prompts, carry_over)
-    runner = _runner(spec, weights, prompts, noise, carry_over, begun, max_lens)
+    runner = start_runner(spec, weights, prompts, noise, carry_over, begun, max_lens)
     requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
     result = RolloutResult(
@@ -96,7 +95,6 @@ def generate(
         draft_lens=requests.draft_lens,
         resumed_lens=requests.begun_lens,
         resumed_tokens=int(requests.begun_lens.sum()),
-        finished=runner.finished if carry_over.allow_unfinished else None,
     )
     if carry_over.next_prompts is not None:
         return _without_next_step(result, prompts, carry_over.next_prompts)
@@ -114,7 +112,7 @@ def time_decoding(
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout, in seconds by rows and width."""
     begun = _begun(spec, prompts, carry_over)
-    return time_steps(_runner(spec, weights, prompts, noise, carry_over, begun))
+    return time_steps(start_runner(spec, weights, prompts, noise, carry_over, begun))
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -128,13 +126,13 @@ def _begun(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> Partia
     return take(carry_over.resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
 
 
-def _runner(
+def start_runner(
     spec: RolloutSpec,
     weights: Params,
     prompts: Prompts,
     noise: NoiseKey,
     carry_over: CarryOver,
-    begun: PartialRows | None,
+    begun: PartialRows | None = None,
     max_lens: np.ndarray | None = None,
 ) -> Runner:
     """Return the rows as they begin."""
@@ -207,7 +205,6 @@ def _requests(
         history=_ordered_history(carry_over, order),
         begin_first=np.arange(len(noise_steps)) < num_resumed,
         stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
-        allow_unfinished=carry_over.allow_unfinished,
     )
 
 

@@ -81,30 +81,54 @@ def scatter(rows: Rows, all_rows: Rows) -> Rows:
     return on_shards(local, rows, all_rows, like=all_rows)
 
 
+def slot_ranks(done: Array, index: Array) -> Array:
+    """int32 [b]: 0 for unfinished rows, 1 for those that are done, 2 where there is none.
+
+    done, index: [b], of `Rows`.
+    """
+    return done.astype(jnp.int32) + (index == PADDING)
+
+
 @functools.partial(jax.jit, static_argnames="size")
 def compact(rows: Rows, *, size: int) -> Rows:
-    """Move the unfinished rows, in order, to a batch of `size` rows, each on its shard.
+    """Move rows to a batch of `size`, each on its shard: the first by `slot_ranks`, in order.
 
-    Every shard must have room for its own. Rows that are done are gone: scatter them first.
+    Scatter those that are done first: for them there may be no room.
     """
     count = size // shards("batch")
 
     def local(rows: Rows) -> Rows:
-        order = jnp.argsort(rows.done, stable=True)[:count]
-        return _pad(take_own_rows(rows, order), jnp.arange(count) < jnp.sum(~rows.done))
+        order = jnp.argsort(slot_ranks(rows.done, rows.index), stable=True)
+        return take_own_rows(rows, order[:count])
 
     return on_shards(local, rows, like=rows)
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def compact_layer(layer: Layer, done: Array, *, size: int) -> Layer:
-    """Move what a layer of the cache has of the rows that `compact` moves; done: bool [b]."""
+def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Layer:
+    """Move what a layer of the cache has of the rows that `compact` moves.
+
+    done, index: [b], of `Rows`.
+    """
     count = size // shards("batch")
 
-    def local(layer: Layer, done: Array) -> Layer:
-        return take_own_rows(layer, jnp.argsort(done, stable=True)[:count])
+    def local(layer: Layer, done: Array, index: Array) -> Layer:
+        order = jnp.argsort(slot_ranks(done, index), stable=True)
+        return take_own_rows(layer, order[:count])
 
-    return on_shards(local, layer, done, like=layer)
+    return on_shards(local, layer, done, index, like=layer)
+
+
+@functools.partial(jax.jit, donate_argnames="rows")
+def release(rows: Rows, over: Array) -> Rows:
+    """Turn rows that are over, bool [B] of all rows, into padding of the running batch."""
+
+    def local(rows: Rows, over: Array) -> Rows:
+        index = rows.index - shard_number() * len(over)
+        inside = (index >= 0) & (index < len(over))
+        return _pad(rows, ~(inside & over[jnp.where(inside, index, 0)]))
+
+    return on_shards(local, rows, over, like=rows)
 
 
 def _pad(rows: Rows, real: Array) -> Rows:

@@ -74,7 +74,9 @@ METRICS: dict[str, Metric] = {
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
-    "rollout/tokens_extended": Metric("tokens computed as rows began, with padding", "tokens"),
+    "rollout/tokens_extended": Metric(
+        "tokens computed as rows began or went on, with padding", "tokens"
+    ),
     "rollout/tokens_verified": Metric("draft tokens that an acceptance rule decided on", "tokens"),
     "rollout/draft_store_gib": Metric("earlier responses kept, over all devices", "GiB"),
     # Rows and groups that cross steps

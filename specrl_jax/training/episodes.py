@@ -5,9 +5,9 @@ of sequence, and between them what the environment answered. The environment's t
 never sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts
 change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
-Rows need not be in the same turn. Once few rows still generate, or wait for their environment
-(`allow_unfinished`), the next rollout goes on with all others. Replayable environments are always
-waited for, so that no clock decides which rows are computed together.
+Rows need not be in the same turn. Once no more than a share of them still generates, or waits for
+its environment (`allow_unfinished`), all others go on. Replayable environments are always waited
+for, so that no clock decides which rows are computed together.
 """
 
 import dataclasses
@@ -27,13 +27,12 @@ from specrl_jax.rewards.environment_pool import Answer, EnvironmentPool
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rewards.workers import RewardPool, Rewards
-from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
-from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
 from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.stop_strings import cut_at_stop
-from specrl_jax.sharding import put
+from specrl_jax.rollout.turns import EpisodeRollout
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
 
@@ -116,7 +115,7 @@ class ResponseScorer:
     stop: tuple[str, ...] = ()  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
-    # Share of the episodes in progress that the others do not wait for, [0, 1).
+    # Share of the episodes that run, or wait, which the others do not wait for, [0, 1).
     allow_unfinished: float = 0.0
 
     def respond(
@@ -136,31 +135,29 @@ class ResponseScorer:
           and of these the seconds that environments were waited for, as time/environment.
         """
         clock = clock or Stopwatch()
-        generate_rows = generate_forked if spec.forks else generate
-        turns = self.begin(spec, prompts, carry_over, clock)
-        responses = None
-        while responses is None:
-            with clock.timed("time/rollout"):
-                result = generate_rows(
-                    spec,
-                    weights,
-                    prompts,
-                    noise,
-                    carry_over=turns.carry_over,
-                    speculation=speculation,
-                )
-                tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-            with clock.timed("time/reward"):
-                responses = turns.end_rollout(result, tokens, lens)
-        return responses
-
-    def begin(
-        self, spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver, clock: Stopwatch
-    ) -> "_OneTurn | _Episodes":
-        """Begin a response, or an episode, in each row."""
+        inputs = (spec, weights, prompts, noise)
+        options = {"carry_over": carry_over, "speculation": speculation}
         if self.max_turns:
-            return _Episodes(spec, prompts, self, carry_over, clock)
-        return _OneTurn(self, prompts, carry_over)
+            with clock.timed("time/rollout"):
+                episodes = EpisodeRollout(*inputs, **options)
+            return _Episodes(self, prompts, episodes, clock).play()
+        roll_out = generate_forked if spec.forks else generate
+        with clock.timed("time/rollout"):
+            result = roll_out(*inputs, **options)
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+        with clock.timed("time/reward"):
+            return self._score_rollout(prompts, result, tokens, lens)
+
+    def _score_rollout(
+        self, prompts: Prompts, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
+    ) -> Responses:
+        """Return what a rollout of one turn gave, with its rewards."""
+        prompts = select(prompts, result.groups)
+        texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
+        parts = self.answer_parts(prompts, texts)
+        problems = _problems(prompts, range(len(lens)), len(lens))
+        scores = self.score(texts, *problems, parts)
+        return Responses(prompts, result, tokens, lens, scores)
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
@@ -219,24 +216,6 @@ def _problems(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, 
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _OneTurn:
-    """Responses that end with their first turn."""
-
-    scorer: ResponseScorer
-    prompts: Prompts
-    carry_over: CarryOver
-
-    def end_rollout(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
-        """Return what the rollout gave, with its rewards."""
-        prompts = select(self.prompts, result.groups)
-        texts = [self.scorer.text(row[:n]) for row, n in zip(tokens, lens)]
-        parts = self.scorer.answer_parts(prompts, texts)
-        problems = _problems(prompts, range(len(lens)), len(lens))
-        scores = self.scorer.score(texts, *problems, parts)
-        return Responses(prompts, result, tokens, lens, scores)
-
-
 class _Episodes:
     """Episodes in progress, one a row; arrays are [B].
 
@@ -245,25 +224,14 @@ class _Episodes:
     """
 
     def __init__(
-        self,
-        spec: RolloutSpec,
-        prompts: Prompts,
-        scorer: ResponseScorer,
-        carry_over: CarryOver,
-        clock: Stopwatch,
+        self, scorer: ResponseScorer, prompts: Prompts, rollout: EpisodeRollout, clock: Stopwatch
     ):
-        """Begin an episode in each row; carry_over: its drafts are earlier episodes."""
-        rows = len(prompts.lens) * spec.group_size
-        self.spec = spec
+        rows = len(prompts.lens) * rollout.spec.group_size
+        self.spec = rollout.spec
         self.prompts = prompts
         self.scorer = scorer
-        self.carried = carry_over
+        self.rollout = rollout
         self.clock = clock
-        self.drafts: Drafts | None = None  # of the turn that each row is in
-        if carry_over.drafts is not None:
-            self.drafts = turn_drafts(carry_over.drafts, None, spec.eos_ids, stop=spec.stop)
-        self.begun: PartialRows | None = None  # tokens that the rows have so far
-        self.stats: list[Stats] = []
         shape = (rows, scorer.max_turns)
         self.turns = Turns(np.zeros(shape, np.float32), np.zeros(shape, np.int32))
         self.totals = np.zeros(rows, np.float32)  # rewards of all turns
@@ -271,40 +239,36 @@ class _Episodes:
         self.over = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)  # for the environment
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
-        self.draft_lens = np.zeros(rows, np.int32)  # draft tokens that a row had so far
         self.own = hosts.own_part(rows)  # rows whose environments this process runs
         problems = zip(*_problems(prompts, range(rows)[self.own], rows))
         self.episodes = scorer.pool.begin(list(problems))
 
-    @property
-    def carry_over(self) -> CarryOver:
-        """Drafts and rows that the next rollout goes on from; how many may stay unfinished."""
-        unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over)) - np.sum(self.waits)
-        return dataclasses.replace(
-            self.carried,
-            drafts=self.drafts,
-            partial_rows=self.begun,
-            allow_unfinished=max(int(unfinished), 0),
-        )
-
-    def end_rollout(
-        self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
-    ) -> Responses | None:
-        """Have the environment answer; return the episodes once all are over."""
-        self.stats.append(result.stats)
-        ended = ~(self.over | self.waits)
-        if result.finished is not None:
-            ended &= result.finished
-        answers = self._step(np.flatnonzero(ended).tolist(), tokens, lens)
-        while np.all(self.over | self.waits) and not np.all(self.over):
-            answers |= self._step([], tokens, lens)
-        if not self.over.all():
-            self._go_on(answers, ended, result, lens)
-            return None
+    def play(self) -> Responses:
+        """Play the episodes to their ends."""
+        while not self.over.all():
+            with self.clock.timed("time/rollout"):
+                tokens, lens, ended = self.rollout.run(self.scorer.allow_unfinished)
+            with self.clock.timed("time/reward"):
+                answers = self._answer(tokens, lens, ended)
+            with self.clock.timed("time/rollout"):
+                self.rollout.go_on(answers, self.over)
         self.scorer.pool.end(self.episodes)
         scores = Rewards.make_whole(self.totals, self.reasons)
-        result = dataclasses.replace(result, stats=Stats.total(self.stats))
+        result = self.rollout.result()
+        tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         return Responses(self.prompts, result, tokens, lens, scores, self.turns)
+
+    def _answer(
+        self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray
+    ) -> dict[int, list[int]]:
+        """Have the environment answer the turns that have ended; token ids of rows that go on."""
+        rows = np.flatnonzero(ended & ~(self.over | self.waits)).tolist()
+        answers = self._step(rows, tokens, lens)
+        while np.all(self.over | self.waits) and not np.all(self.over):
+            answers |= self._step([], tokens, lens)
+        for row, ids in answers.items():
+            self.turn_starts[row] = lens[row] + len(ids)
+        return answers
 
     def _step(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
         """Hand over the turns of these rows and wait for all but the last answers.
@@ -365,36 +329,3 @@ class _Episodes:
         rewards[last] = total - np.sum(rewards[:last])
         self.totals[row] = total
         self.reasons[row] = reason
-
-    def _go_on(
-        self,
-        answers: dict[int, list[int]],
-        ended: np.ndarray,
-        result: RolloutResult,
-        lens: np.ndarray,
-    ) -> None:
-        """Append the environment's answers, and draft the turns that follow.
-
-        ended: bool [B], rows whose turn the rollout ended.
-        """
-        forced = np.zeros((len(lens), self.spec.response_slots), np.int32)
-        counts = np.zeros(len(lens), np.int32)
-        for row, ids in answers.items():
-            forced[row, : len(ids)] = ids
-            counts[row] = len(ids)
-            self.turn_starts[row] = lens[row] + len(ids)
-        rest = put(self.over | self.waits, "batch")
-        begun = PartialRows(result.rollout, rest, put(result.draft_lens, "batch"))
-        self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
-        if self.carried.drafts is None:
-            return
-        starts = put(self.turn_starts, "batch")
-        self.drafts = turn_drafts(
-            self.carried.drafts, self.begun, self.spec.eos_ids, starts, self.spec.stop
-        )
-        # The rest of the draft of a row in the middle of its turn is verified next time.
-        seen = self.draft_lens + lens - result.resumed_lens
-        drafts_left = np.maximum(result.draft_lens - seen, 0)
-        goes_on = ~ended & (hosts.fetch(self.drafts.lens) > lens)
-        self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
-        self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))

@@ -34,8 +34,8 @@ KINDS = {
     "PPO": {"critic.kind": "head", "critic.warmup_steps": 1, "evaluate.every": 2},
     "DAPO": {"algorithm.dynamic_sampling": True, "reward.overlong_tokens": 2, **TWO_DIGITS},
     "SPEED": {"curriculum.name": "speed", "curriculum.screening": 2, **TWO_DIGITS},
-    "turns": TURNS,
-    "turns that do not wait": TURNS | {"environment.allow_unfinished": 0.3},
+    "turns": TURNS | {"rollout.row_buckets": 2},
+    "turns that do not wait": TURNS | {"environment.allow_unfinished": 0.3, "rollout.max_rows": 8},
     "run-ahead": {
         "rollout.run_ahead": True, "rollout.accept": "match", "rollout.draft": "previous+tree",
     },

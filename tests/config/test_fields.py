@@ -70,7 +70,7 @@ IDLE_BY_REASON = [
     ({}, "rollout.draft", "previous", "head", {"rollout.head.depth": 2, "rollout.head.vocab": 8}),
     ({"rollout.draft": "head"}, "rollout.draft", "head", "previous", {"rollout.store_age": 9}),
     ({}, "environment.name", "''", "guess",
-     {"environment.max_turns": 4, "environment.allow_unfinished": 0.5}),
+     {"environment.max_turns": 4, "environment.allow_unfinished": 0.25}),
     (PPO, "critic.kind", "network", "none",
      {"algorithm.normalize_std": False, "algorithm.leave_one_out": True,
       "updates.skip_no_signal": True}),

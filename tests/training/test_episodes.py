@@ -21,7 +21,7 @@ from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.generate import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.episodes import ResponseScorer
-from specrl_jax.types import PartialRows, Rollout, Source
+from specrl_jax.types import Rollout, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
 R, TURNS = 20, 4
@@ -82,7 +82,7 @@ def test_what_a_reward_raises_in_one_process_is_raised_in_all(monkeypatch):
 
 
 def spec_of(**changes):
-    return make_spec(slots=R, eos=(1, 2), **changes)
+    return make_spec(slots=R, turns=True, **{"eos": (1, 2)} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,7 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     stop = StopStrings.of(["3"], TOKENIZER.token_texts())
     _, weights = ref.policy()
     by_string = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of())
-    by_token = run(
-        pool, make_spec(slots=R, eos=(1, 2, three), accept="match"), weights, prompts_of()
-    )
+    by_token = run(pool, spec_of(eos=(1, 2, three), accept="match"), weights, prompts_of())
     check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
     np.testing.assert_array_equal(by_string.scores.rewards, by_token.scores.rewards)
     np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
@@ -322,7 +320,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
     """End is token 1. Rows hold 0, 3 and 3 tokens; the third's differ from the draft's."""
     tokens = np.array([[5, 1, 7, 6, 1, 8], [5, 1, 7, 6, 8, 9], [5, 1, 7, 6, 1, 8]], np.int32)
     drafts = ref.plain_drafts(tokens, [6, 6, 6])
-    np.testing.assert_array_equal(turn_drafts(drafts, None, (1,)).lens, [2, 2, 2])
+    np.testing.assert_array_equal(turn_drafts(drafts, None, None, (1,)).lens, [2, 2, 2])
 
     def holding(tokens, lens):
         rollout = dataclasses.replace(
@@ -330,15 +328,15 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
             tokens=ref.put(tokens, "batch", None),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )
-        return PartialRows(rollout, rollout.lens > 6, rollout.lens)
+        return rollout, rollout.lens > 6
 
     current = np.where(np.arange(6) < 3, tokens, 0)
     current[2, 2] = 4
     np.testing.assert_array_equal(
-        turn_drafts(drafts, holding(current, [0, 3, 3]), (1,)).lens, [2, 6, 0]
+        turn_drafts(drafts, *holding(current, [0, 3, 3]), (1,)).lens, [2, 6, 0]
     )
     # 7 is forced and held by the first; the second has all; the third what the draft begins with.
-    played = turn_drafts(drafts, holding(np.where(current == 4, 0, tokens), [3, 6, 2]), (1,))
+    played = turn_drafts(drafts, *holding(np.where(current == 4, 0, tokens), [3, 6, 2]), (1,))
     np.testing.assert_array_equal(played.lens, [5, 0, 5])
 
 

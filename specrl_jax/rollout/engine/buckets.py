@@ -17,6 +17,9 @@ from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.sharding import chunk_tokens, platform
 
 COLUMNS = 32  # draft tokens of a row that are decided together
+# Tokens of a row that are fed at once where it goes on in its slot.
+FEED_COLUMNS = {"cpu": 4}
+FEED_COLUMNS_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
 BLOCK_BYTES = {"cpu": 2**26}
 BLOCK_BYTES_ELSEWHERE = 2**29
@@ -33,6 +36,7 @@ class Buckets:
     row_buckets: int
     multiple: int = 1  # shards of the batch
     max_width: int = 1  # of a decode step
+    turns: bool = False  # whether rows go on after their environment has answered
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
@@ -42,8 +46,9 @@ class Buckets:
 
     @functools.cached_property
     def slots(self) -> int:
-        """Slots of the cache: all of a row's tokens, and the candidates of the widest step."""
-        return round_slots(self.prompt_slots + self.response_slots + self.max_width - 1)
+        """Slots of the cache: all of a row's tokens, and those of the widest step after them."""
+        width = max(self.max_width, self.feed_columns if self.turns else 1)
+        return round_slots(self.prompt_slots + self.response_slots + width - 1)
 
     @property
     def refill(self) -> int:
@@ -86,6 +91,12 @@ class Buckets:
     def draft_columns(self) -> int:
         """Draft tokens of a row that are decided together."""
         return min(COLUMNS, self.response_slots)
+
+    @property
+    def feed_columns(self) -> int:
+        """Tokens of a row that are fed at once where it goes on in its slot."""
+        columns = FEED_COLUMNS.get(platform(), FEED_COLUMNS_ELSEWHERE)
+        return min(columns, self.response_slots)
 
     @functools.cached_property
     def block_rows(self) -> int:

@@ -27,7 +27,7 @@ from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass, distributions
-from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
@@ -118,9 +118,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
     cache = cache[: spec.model.num_layers]
-    # Rows that are done, whose keys and values nobody needs, feed the first slots: kernels then
-    # read no others of them.
-    start = jnp.where(rows.done, 0, rows.prompt_lens + rows.lens - 1)
+    # Rows whose keys and values nobody needs feed the first slots: kernels then read no others of
+    # them. Those of a row that waits for its environment are kept.
+    gone = rows.index == PADDING if spec.turns else rows.done
+    start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
     if spec.draft_head is not None:
         drafting = HeadDrafting(spec.draft_head, model, weights)
@@ -135,8 +136,9 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
     if spec.draft_head is not None:
         head_cache = drafting.correct(start, head_cache, hidden, sampled.tokens)
-        newest = jnp.maximum(emitted - 1, 0)  # of a row that is done any: it drafts no more
+        newest = jnp.maximum(emitted - 1, 0)
         last_state = read_slots(hidden, newest, 1)[:, 0]
+        last_state = where_rows(rows.done, rows.last_state, last_state)
         new_rows = dataclasses.replace(new_rows, last_state=last_state)
     if width > 1:
         matched = ~rows.done[:, None] & (accepted[:, None] == jnp.arange(width)[None, :])

@@ -1,10 +1,10 @@
-"""`extend` brings rows up to date: whatever a row has and its cache has not.
+"""`extend` lets rows begin: it computes what a row has, and no slot of the running batch holds.
 
-A row that begins has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a
+A row has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a
 draft. The host packs these of many rows, every distinct prefix once (`pack_prefixes`). One program
 computes the sequences chunk by chunk, writes keys and values into free slots of the running batch,
-decides which tokens of the drafts are accepted, and samples the token after them. There is no other
-way to fill a cache, or to verify a draft.
+decides which tokens of the drafts are accepted, and samples the token after them. Rows that go on
+in their slots are decided on in the same way (`feed`).
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
@@ -36,7 +36,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass
-from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
+from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source, TokenColumns
@@ -170,7 +170,7 @@ def extend(
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
     prefixes = prefixes.on_mesh()
-    free = on_shards(lambda done: jnp.argsort(~done, stable=True), rows.done, like=rows.lens)
+    free = on_shards(_free_slots, rows.done, rows.index, like=rows.lens)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
         tokens = prefixes.tokens[chunk]
@@ -189,7 +189,7 @@ def extend(
             block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
             cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
-            begun, new = _begin(
+            begun, new = begin_rows(
                 spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
             )
             return cache, put_rows(rows, begun, block.batch_slots), counts + new
@@ -201,12 +201,17 @@ def extend(
     return cache, rows, counts, progress(rows, stop)
 
 
+def _free_slots(done: Array, index: Array) -> Array:
+    """int32 [b], all slots: those without a row first, then those of rows that are done."""
+    return jnp.argsort(slot_ranks(done, index), stable=True, descending=True)
+
+
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
     """Take the rows of block `number` of a chunk, `size` of each shard.
 
-    free: int32 [b], slots of the running batch, the free ones first.
+    free: int32 [b], by `_free_slots`.
     """
 
     def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:
@@ -236,7 +241,7 @@ def _take_block(
     )
 
 
-def _begin(
+def begin_rows(
     spec: RolloutSpec,
     columns: int,
     model: Transformer,
@@ -248,7 +253,8 @@ def _begin(
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
 
-    hidden: [m, T, D], of the chunk's sequences. Returns the rows and int32 [2], as `extend` counts.
+    hidden: [m, T, D], of which `block.nodes` are the rows' own. Returns the rows and int32 [2], as
+    `extend` counts.
     """
     rows = gather(all_rows, block.row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # of the state that decides on the next token
@@ -278,10 +284,11 @@ def _begin(
     new = policy_after(accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
-    if spec.draft_head is not None:
-        rows = dataclasses.replace(rows, last_state=states_at(accepted, 1)[:, 0])
     real = ~rows.done
     rows, count = append(spec, rows, new, accepted, Source.REUSED)
+    if spec.draft_head is not None:
+        newest = jnp.maximum(count - 1, 0)
+        rows = dataclasses.replace(rows, last_state=states_at(newest, 1)[:, 0])
     reused = jnp.minimum(accepted, count)
     rejected = (accepted < draft_len) & (count > accepted)
     counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])

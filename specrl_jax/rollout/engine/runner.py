@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,17 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.rows import Rows, compact, compact_layer, scatter
+from specrl_jax.rollout.rows import (
+    PADDING,
+    Rows,
+    compact,
+    compact_layer,
+    release,
+    scatter,
+)
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Prompts
 
@@ -50,9 +58,8 @@ class Requests:
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
     history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    # When the rollout may end before all rows are done; 0: not at all.
-    stop_after_groups: int = 0  # so many groups are done
-    allow_unfinished: int = 0  # so few train rows are not done
+    # The rollout may end once so many groups are done; 0: when all are.
+    stop_after_groups: int = 0
 
     @property
     def group_size(self) -> int:
@@ -82,7 +89,7 @@ class Stats:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
-    extended_tokens: int = 0  # tokens that `extend` computed, padding included
+    extended_tokens: int = 0  # tokens that `extend` and `feed` computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
     drafted_tokens: int = 0  # tokens of drafts in decode steps that were emitted
@@ -173,23 +180,55 @@ class Runner:
             [rows % requests.shard_rows for rows in row_ids],
             requests.draft_ends[every],
         )
+        self._bring_up_to_date(extend, prefixes)
+        self.stats.extended_tokens += int(prefixes.count) * prefixes.tokens[0].size
+
+    def slots_of_rows(self) -> np.ndarray:
+        """int [B], the slot of the batch in which each row is; -1: in none."""
+        index = hosts.fetch(self.rows.index)
+        slots = np.full(len(self.requests.done), -1)
+        inside = np.flatnonzero(index != PADDING)
+        slots[index[inside]] = inside
+        return slots
+
+    def feed(self, rows: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Let rows int [k] go on in their slots int [k].
+
+        starts: int [k], response position of the first token whose key is not there.
+        """
+        requests = self.requests
+        self.written_back = self.unfinished.sum() + len(rows)
+        fed = pack_fed(
+            self.buckets,
+            requests.shard_rows,
+            rows,
+            slots % (self.size // self.buckets.multiple),
+            starts,
+            requests.begun_lens[rows],
+            requests.draft_ends[rows],
+        )
+        self._bring_up_to_date(feed, fed)
+        fed_at_once = self.buckets.block_rows * self.buckets.multiple * self.buckets.feed_columns
+        self.stats.extended_tokens += int(fed.windows.sum()) * fed_at_once
+
+    def _bring_up_to_date(self, program: Callable, packed: Prefixes | Fed) -> None:
+        """Run `extend` or `feed`, and note what it cost."""
         start = time.perf_counter()
-        self.cache, self.rows, counts, progress = extend(
+        self.cache, self.rows, counts, progress = program(
             self.spec,
             self.buckets,
             self.weights,
             self.cache,
             self.rows,
             self.all_rows,
-            requests.drafts,
-            np.float32(requests.log_lenience),
-            prefixes,
+            self.requests.drafts,
+            np.float32(self.requests.log_lenience),
+            packed,
             self.stop_condition(),
         )
         verified, accepted = self._read(counts, progress).tolist()
         self.draft_state_stale = True
         self.stats.extend_seconds += time.perf_counter() - start
-        self.stats.extended_tokens += int(prefixes.count) * prefixes.tokens[0].size
         self.stats.verified_tokens += verified
         self.stats.accepted_tokens += accepted
 
@@ -226,8 +265,7 @@ class Runner:
 
     def _read(self, counts: Any, progress: Any) -> Any:
         """Fetch the counts once the model has run; note how many rows are left, which are done."""
-        ends_early = self.requests.stop_after_groups or self.requests.allow_unfinished
-        done = (self.rows.index, self.rows.done) if ends_early else None
+        done = (self.rows.index, self.rows.done) if self.requests.stop_after_groups else None
         counts, progress, done = hosts.fetch((counts, progress, done))
         self.train, self.unfinished = progress.T
         if done is not None:
@@ -260,13 +298,19 @@ class Runner:
 
     # Rows move ------------------------------------------------------------------------------------
 
+    def renew(self, requests: Requests, over: np.ndarray) -> None:
+        """Take what rows hold and draft now; rows that are over, bool [B], lose their slots."""
+        self.requests = requests
+        vars(self).pop("texts", None)
+        self.rows = release(self.rows, put(over, "batch"))
+
     def compact(self, size: int) -> None:
-        """Give the unfinished rows a smaller batch."""
+        """Give the rows a smaller batch that has room for all unfinished ones."""
         self.write_back_finished()
         layers = list(self.cache)
         self.cache = ()  # so that each layer is freed once it has been moved
         for number, layer in enumerate(layers):
-            layers[number] = compact_layer(layer, self.rows.done, size=size)
+            layers[number] = compact_layer(layer, self.rows.done, self.rows.index, size=size)
         self.cache = tuple(layers)
         self.rows = compact(self.rows, size=size)
         self.size = size

@@ -58,6 +58,7 @@ class RolloutSpec:
     refresh: float = 0.0  # share of the drafts that are left out
     stop: StopStrings | None = None  # texts that end a turn too
     forks: Forks | None = None  # None: all rows of a group begin at the prompt
+    turns: bool = False  # whether rows go on after their environment has answered
 
     @property
     def columns(self) -> int:
@@ -105,6 +106,7 @@ class RolloutSpec:
             refresh=settings.draft_refresh,
             stop=stop,
             forks=Forks(**settings.fork) if settings.fork.segment else None,
+            turns=bool(config.environment.name),
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
@@ -168,4 +170,5 @@ class RolloutSpec:
             self.row_buckets,
             multiple=pieces,
             max_width=self.max_width,
+            turns=self.turns,
         )

@@ -291,13 +291,15 @@ def expect(case: Case, params) -> tuple:
     return rows, [verified, reused]
 
 
-def slots_of(case: Case, prefixes) -> np.ndarray:
+def slots_of(case: Case, prefixes, index: np.ndarray) -> np.ndarray:
     """int [BATCH_SLOTS]: the row that begins in each slot, -1: none. A shard's rows take its free
-    slots in order."""
+    slots in order: those without a row first."""
     order = np.full(BATCH_SLOTS, -1)
     pieces = len(case.begins)
     for shard, rows in enumerate(case.begins):
-        slots = np.flatnonzero(case.running < 0)
+        free = case.running < 0
+        none = index == PADDING
+        slots = np.concatenate([np.flatnonzero(free & none), np.flatnonzero(free & ~none)])
         slots = slots[slots // (BATCH_SLOTS // pieces) == shard][: len(rows)]
         order[slots] = prefixes.rows[shard, : len(rows)] + shard * (B // pieces)
     return order
@@ -382,7 +384,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
     assert np.asarray(got).tolist() == counts
-    order = slots_of(case, prefixes)
+    order = slots_of(case, prefixes, batch_of(case).index)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
     for name, values in dataclasses.asdict(rows).items():

@@ -17,6 +17,7 @@ from specrl_jax.rollout.rows import (
     compact_layer,
     gather,
     put_rows,
+    release,
     scatter,
 )
 from specrl_jax.sharding import put, shards
@@ -149,26 +150,45 @@ def test_scatter(make_mesh, shape):
 @SHAPES
 @pytest.mark.parametrize("full", [False, True])
 def test_compact(make_mesh, shape, full):
-    """Unfinished rows stay in order on their shard, with their cache; padding after them."""
+    """Unfinished rows stay in order on their shard, with their cache; then come rows that are done,
+    then padding."""
     all_rows = random_rows()
     left = [0, 3, 4, 6] if full else [3, 6]  # on two shards as many on each
     done = ~np.isin(np.arange(B), left)
-    all_rows = dataclasses.replace(all_rows, done=done)
+    none = np.isin(np.arange(B), [1, 2, 5, 7])
+    index = np.where(none & done, PADDING, all_rows.index)
+    all_rows = dataclasses.replace(all_rows, done=done, index=index.astype(np.int32))
     marks = jnp.arange(B, dtype=jnp.float32)[:, None, None, None] + 0.5
     with jax.set_mesh(make_mesh(*shape)):
         pieces = shards("batch")
-        order = np.full((pieces, 4 // pieces), -1)
-        for shard, row_ids in enumerate(order):
-            own = [row for row in left if row // (B // pieces) == shard]
-            row_ids[: len(own)] = own
-        order = order.reshape(-1)
+        by_rank = [*left, *np.flatnonzero(done & ~none), *np.flatnonzero(done & none)]
+        order = []
+        for shard in range(pieces):
+            own = [row for row in by_rank if row // (B // pieces) == shard]
+            order += own[: 4 // pieces]
         cache = jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, B, 6))
         rows = ref.put_rows(all_rows)
-        cache = [compact_layer(layer, rows.done, size=4) for layer in cache]
+        cache = [compact_layer(layer, rows.done, rows.index, size=4) for layer in cache]
         rows = compact(rows, size=4)
         check(rows, all_rows, order)
-    real = order >= 0
     for x in ref.by_slot(cache):
         assert x.shape == (4, 6, 2, 4)
-        expected = order[real].astype(np.float32)[:, None, None, None] + 0.5
-        np.testing.assert_array_equal(x[real], np.broadcast_to(expected, x[real].shape))
+        expected = np.array(order, np.float32)[:, None, None, None] + 0.5
+        np.testing.assert_array_equal(x, np.broadcast_to(expected, x.shape))
+
+
+@SHAPES
+def test_rows_that_are_over_lose_their_slots(make_mesh, shape):
+    """The batch holds rows in another order, and a slot without a row."""
+    all_rows = random_rows()
+    order = np.array([2, 0, 3, -1, 7, 5, 4, 6])  # on two shards each its own
+    batch = take(all_rows, order)
+    index = np.where(order < 0, PADDING, order).astype(np.int32)
+    batch = dataclasses.replace(batch, index=index, done=order < 0)
+    over = np.isin(np.arange(B), [1, 3, 5, 7])
+    with jax.set_mesh(make_mesh(*shape)):
+        rows = ref.host(release(ref.put_rows(batch), put(over, "batch")))
+    gone = np.array([False, False, True, True, True, True, False, False])
+    np.testing.assert_array_equal(rows.index, np.where(gone, PADDING, order))
+    np.testing.assert_array_equal(rows.done, gone)
+    np.testing.assert_array_equal(rows.tokens, batch.tokens)

@@ -148,21 +148,6 @@ def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, ba
     assert 0 < drafts.lens.sum() < 16 * R
 
 
-def test_rollouts_may_end_early(mesh, base):
-    """Once no more than so many rows are unfinished, what they hold is kept."""
-    weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-    max_lens = 1 + np.arange(B) % 8
-    result = ref.rollout(
-        spec_of(max_rows=16), weights, PROMPTS, step=1, max_lens=max_lens, allow_unfinished=6
-    )
-    lens = np.asarray(result.rollout.lens)
-    assert 0 < np.sum(~result.finished) <= 6
-    np.testing.assert_array_equal(result.finished, lens == max_lens)
-    inside = np.arange(R) < lens[:, None]
-    tokens = np.where(inside, base[1].tokens, 0)
-    np.testing.assert_array_equal(np.asarray(result.rollout.tokens), tokens)
-
-
 # Shards
 
 

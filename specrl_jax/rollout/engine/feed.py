@@ -1,0 +1,204 @@
+"""`feed` lets rows go on that still have their slots, and their keys, in the running batch.
+
+A row whose turn has ended keeps them. What its environment has answered, and the draft of the turn
+that follows, are fed in windows of a few tokens over the row's own keys: so every token of an
+episode is computed once. From there on the row begins as all do (`extend.begin_rows`).
+
+    slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
+    tokens          a b c | x y | o p | d e        a turn, the answer, a draft
+    fed                 y   o p   d e              y is sampled, and has no key yet: start = 1
+    states of                 p   d e              give distributions at positions 4, 5, 6
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.models.draft_head import DraftHead
+from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
+from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode import StopCondition, progress
+from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
+from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
+from specrl_jax.types import Drafts
+
+
+class Fed(NamedTuple):
+    """Rows that go on in their slots; int32 arrays of NumPy.
+
+    Of X shards each has its own rows, those with most tokens to feed first, in blocks.
+    """
+
+    blocks: np.ndarray  # [], that hold rows: the first ones
+    windows: np.ndarray  # [M], windows of each block, of the row that has most tokens
+    rows: np.ndarray  # [X, n], row indices among the shard's rows of the rollout, -1 after them
+    slots: np.ndarray  # [X, n], of the shard's part of the batch
+    starts: np.ndarray  # [X, n], response position of the first token that is fed
+    draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
+
+    def on_mesh(self) -> "Fed":
+        """Return them laid out over the mesh: every shard of the batch has its own."""
+        counts = (reshard(self.blocks), reshard(self.windows, None))
+        return Fed(*counts, *(reshard(x, "batch", None) for x in self[2:]))
+
+
+def pack_fed(
+    buckets: Buckets,
+    shard_rows: int,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    lens: np.ndarray,
+    draft_ends: np.ndarray,
+) -> Fed:
+    """Pack rows int [k] that go on, their slots in the whole batch, and what is fed of each.
+
+    shard_rows: rows of the rollout on each shard. starts: as in `Fed`; lens: int32 [k], response
+    tokens that the rows have now; draft_ends: int32 [k].
+    """
+    block = buckets.block_rows
+    blocks = -(-buckets.rows[0] // buckets.multiple // block)
+    shape = (buckets.multiple, blocks * block)
+    fed = Fed(
+        np.int32(0),
+        np.zeros(blocks, np.int32),
+        np.full(shape, -1, np.int32),
+        np.full(shape, PADDING, np.int32),
+        *(np.zeros(shape, np.int32) for _ in range(2)),
+    )
+    counts = np.maximum(lens, draft_ends) - starts
+    order = np.argsort(-counts, kind="stable")
+    for shard in range(buckets.multiple):
+        own = order[rows[order] // shard_rows == shard]
+        here = (shard, slice(0, len(own)))
+        fed.rows[here] = rows[own] % shard_rows
+        fed.slots[here] = slots[own]
+        fed.starts[here] = starts[own]
+        fed.draft_ends[here] = draft_ends[own]
+        most = -(-counts[own[::block]] // buckets.feed_columns)
+        np.maximum(fed.windows[: len(most)], most, out=fed.windows[: len(most)])
+    return fed._replace(blocks=np.int32(np.count_nonzero(fed.windows)))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
+def feed(
+    spec: RolloutSpec,
+    buckets: Buckets,
+    weights: Params,
+    cache: KVCache,
+    rows: Rows,
+    all_rows: Rows,
+    drafts: Drafts | None,
+    log_lenience: Array,
+    fed: Fed,
+    stop: StopCondition,
+) -> tuple[KVCache, Rows, Array, Array]:
+    """Return the running batch with the rows of `fed` brought up to date in their slots.
+
+    Arguments and results are as of `extend`.
+    """
+    model = Transformer(spec.model, weights)
+    fed = fed.on_mesh()
+
+    def run_block(number: Array, state: tuple) -> tuple:
+        cache, rows, counts = state
+        block, starts = _take_block(fed, number, buckets)
+        begun = gather(all_rows, block.row_ids)
+        texts = _texts(begun, drafts, block.row_ids, buckets.slots)
+        own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
+        windows = fed.windows[number]
+        own, hidden = _feed_block(
+            spec, weights, buckets.feed_columns, windows, own, begun, texts, starts
+        )
+        cache = copy_rows(cache, own, block.batch_slots)
+        begun, new = begin_rows(
+            spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
+        )
+        return cache, put_rows(rows, begun, block.batch_slots), counts + new
+
+    state = (cache, rows, jnp.zeros(2, jnp.int32))
+    cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
+    return cache, rows, counts, progress(rows, stop)
+
+
+def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:
+    """Take the rows of a block, and where what is fed of each starts, int32 [b]."""
+    size = buckets.block_rows
+
+    def local(number, rows, slots, starts, draft_ends) -> tuple[RowBlock, Array]:
+        def cut(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
+
+        # The states of a row lie in the order of its slots.
+        nodes = jnp.arange(size * buckets.slots, dtype=jnp.int32).reshape(size, buckets.slots)
+        return RowBlock(cut(rows), cut(slots), cut(draft_ends), nodes), cut(starts)
+
+    row = axes("batch")
+    layouts = RowBlock(row, row, row, axes("batch", None)), row
+    take = jax.shard_map(local, out_specs=layouts, check_vma=False)
+    return take(number, fed.rows, fed.slots, fed.starts, fed.draft_ends)
+
+
+def _feed_block(
+    spec: RolloutSpec,
+    weights: Params,
+    width: int,
+    windows: Array,
+    own: KVCache,
+    rows: Rows,
+    texts: Array,
+    starts: Array,
+) -> tuple[KVCache, Array]:
+    """Return the block's own cache, up to date, and the states [b, S, D].
+
+    windows: how many are fed, of `width` tokens each; one after a row's last token writes what
+    nobody reads. texts: int32 [b, S], of the responses. starts: int32 [b].
+    """
+    model = Transformer(spec.model, weights)
+    layers = spec.model.num_layers
+    slots = cache_slots(own)
+    first = rows.prompt_lens + starts
+    shape = (len(starts), slots, spec.model.embed_dim)
+    hidden = jnp.zeros(shape, spec.model.dtype, out_sharding=axes("batch", None, None))
+    head = None
+    if spec.draft_head is not None:
+        head = DraftHead(spec.model, weights["draft_head"])
+        hidden = write_slots(hidden, rows.last_state[:, None], first - 1)
+
+    def feed_window(number: Array, state: tuple) -> tuple:
+        own, hidden = state
+        start = jnp.minimum(first + number * width, slots - width)
+        tokens = read_slots(texts, start - rows.prompt_lens, width)
+        new, policy_cache = model(tokens, start, own[:layers])
+        head_cache = own[layers:]
+        hidden = write_slots(hidden, new, start)
+        if head is not None:
+            states = read_slots(hidden, start - 1, width)
+            _, layer = head(states, model.lookup(tokens), start, *head_cache)
+            head_cache = (layer,)
+        return (*policy_cache, *head_cache), hidden
+
+    return jax.lax.fori_loop(0, windows, feed_window, (own, hidden))
+
+
+def _take_own_slots(cache: KVCache, slots: Array) -> KVCache:
+    return take_own_rows(cache, jnp.minimum(slots, cache[0][0].shape[0] - 1))
+
+
+def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:
+    """Return int32 [b, `slots`], the rows' own tokens, and their drafts' after them."""
+    texts = jnp.pad(rows.tokens, ((0, 0), (0, slots)))[:, :slots]
+    if drafts is None:
+        return texts
+    drafted = on_shards(take_own_rows, drafts.tokens, jnp.maximum(row_ids, 0), like=texts)
+    drafted = jnp.pad(drafted, ((0, 0), (0, slots)))[:, :slots]
+    inside = jnp.arange(slots)[None, :] < rows.lens[:, None]
+    return jnp.where(inside, texts, drafted)

@@ -1,0 +1,111 @@
+"""Rollout of episodes: rows that take turns with an environment.
+
+`run` ends once enough rows have ended their turn, and `go_on` appends what was answered to them. A
+row keeps its slot and its keys meanwhile, so that every token of an episode is computed once. Noise
+is keyed by a token's position in the row: who waits for whom changes no token.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.carry_over import CarryOver, append_forced, turn_drafts
+from specrl_jax.rollout.engine.all_rows import NoiseKey, cut_drafts, read_rollout
+from specrl_jax.rollout.engine.runner import Requests
+from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import RolloutResult, start_runner
+from specrl_jax.sharding import put
+from specrl_jax.types import Prompts
+
+
+class EpisodeRollout:
+    """Episodes in progress, B = Q · G rows; `spec.turns` must be set."""
+
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        prompts: Prompts,
+        noise: NoiseKey,
+        *,
+        carry_over: CarryOver = CarryOver(),
+        speculation: Speculation | None = None,
+    ):
+        """Begin an episode in each row; arguments as of `generate`. Drafts are whole episodes."""
+        self.spec = spec
+        self.noise = noise
+        self.episodes = carry_over.drafts
+        if self.episodes is not None:
+            first = turn_drafts(self.episodes, None, None, spec.eos_ids, spec.stop)
+            carry_over = dataclasses.replace(carry_over, drafts=first)
+        self.runner = start_runner(spec, weights, prompts, noise, carry_over)
+        self.scheduler = Scheduler(self.runner, speculation)
+
+    def run(self, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Run until no more than a share, [0, 1), of the rows that run are within their turn.
+
+        Returns tokens int32 [B, R], lens int32 [B], and bool [B] whether a row's turn has ended.
+        """
+        rows = self.scheduler.run_turns(share)
+        tokens, lens, ended = hosts.fetch((rows.tokens, rows.lens, rows.done))
+        return tokens[:, : self.spec.response_slots], lens, ended
+
+    def go_on(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
+        """Append the answers, token ids by row, and let these rows go on.
+
+        over: bool [B], rows that have no more turns. Other rows that have ended theirs wait.
+        """
+        runner = self.runner
+        lens = hosts.fetch(runner.all_rows.lens)
+        forced = np.zeros((len(lens), self.spec.response_slots), np.int32)
+        counts = np.zeros(len(lens), np.int32)
+        for row, ids in answers.items():
+            forced[row, : len(ids)] = ids
+            counts[row] = len(ids)
+        rows = np.array(sorted(answers), int)
+        answered = np.isin(np.arange(len(lens)), rows)
+        runner.all_rows = append_forced(
+            runner.all_rows,
+            put(forced, "batch", None),
+            put(counts, "batch"),
+            put(answered, "batch"),
+        )
+        requests = dataclasses.replace(runner.requests, begun_lens=lens + counts)
+        if self.episodes is not None:
+            requests = self._with_drafts(requests, answered)
+        self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
+
+    def _with_drafts(self, requests: Requests, answered: np.ndarray) -> Requests:
+        """Return the requests with drafts of the turns that follow, in the rows marked [B]."""
+        spec = self.spec
+        rows = self.runner.all_rows
+        new = turn_drafts(self.episodes, rows, rows.done, spec.eos_ids, spec.stop)
+        lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
+        drafts = dataclasses.replace(requests.drafts, lens=lens)
+        ends, cut_ends = hosts.fetch(cut_drafts(spec, rows, lens))
+        more = np.where(answered, np.maximum(ends - requests.begun_lens, 0), 0)
+        return dataclasses.replace(
+            requests,
+            drafts=drafts,
+            draft_ends=np.where(answered, cut_ends, requests.draft_ends),
+            draft_lens=requests.draft_lens + more,
+        )
+
+    def result(self) -> RolloutResult:
+        """Return the episodes, once all are over."""
+        requests = self.runner.requests
+        step = np.int32(self.noise.step)
+        return RolloutResult(
+            read_rollout(self.spec, self.runner.all_rows, self.episodes, None, step),
+            self.runner.stats,
+            groups=np.arange(len(requests.prompts.lens)),
+            noise_steps=requests.noise_steps,
+            draft_lens=requests.draft_lens,
+            resumed_lens=np.zeros_like(requests.begun_lens),
+        )
