@@ -65,8 +65,7 @@ def test_the_walk_names_what_exists():
     assert files == {"launch/train.py", "metrics.jsonl"}
     assert named - files <= _defined()
     modules = re.findall(r"^\d+\. ([\w/]+\.py):", walk, re.MULTILINE)
-    modules += re.findall(r"^\|[^|]+\| `([\w/]+\.py)` \|", text, re.MULTILINE)
-    assert len(modules) > 30
+    assert len(modules) > 20
     assert [x for x in modules if not (ROOT / "specrl_jax" / x).exists()] == []
 
 
@@ -177,11 +176,9 @@ def test_the_site_builds_and_loads_nothing(tmp_path):
         assert not [address for address in loaded if re.match(r"(https?:)?//", address)]
 
 
-@pytest.mark.parametrize("name", ["guide.md", "faq.md"])
-def test_what_may_change_after_a_stop_is_what_the_code_lets_change(name):
-    listed = re.search(
-        r"`train`, .*?`evaluate\.\{.*?\}`", (ROOT / "docs" / name).read_text(), re.DOTALL
-    )
+def test_what_may_change_after_a_stop_is_what_the_code_lets_change():
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    listed = re.search(r"`train`, .*?`evaluate\.\{.*?\}`", guide, re.DOTALL)
     fields = set()
     for section, names in re.findall(r"`([a-z_.]+)(?:\{([a-z_,]+)\})?`", listed[0]):
         fields |= {section + field for field in names.split(",")}
