@@ -26,6 +26,7 @@ def response(step, epoch, sample, token_texts, sources, **changes):
         "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
         "reward": float(sample), "by_function": {}, "failed": False, "origin_steps": [1] * count,
         "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
+        "turn_ends": [], "turn_rewards": [], "turn_roles": [],
     }  # fmt: skip
     return line | changes
 
@@ -184,6 +185,24 @@ def test_the_viewer_by_hand(tmp_path):
     assert [r["advantage"] for r in prompt["columns"][1]["rows"]] == [-0.707, 0.707]
 
 
+def episode():
+    """Two calls of a tool, which says nothing to the second, and a last turn."""
+    turns = {"turn_ends": [2, 5, 7], "turn_rewards": [0.25, 0.0, 0.5]}
+    return response(2, 1, 0, ["[1+1]", "", "2", "\n", "[]", "4", ""], "ssffsss", reward=0.75,
+                    turn_roles=["tool", "user", ""], **turns)  # fmt: skip
+
+
+def test_the_parts_of_an_episode_by_hand(tmp_path):
+    run = runs.read_run(write_run(tmp_path / "a", lines=[episode(), *two_epochs()]))
+    (prompt,) = rollout_viewer.viewer(run, 1 << 20)["prompts"]
+    row, other = prompt["columns"][0]["rows"][:2]
+    assert row["parts"] == [
+        (0, "assistant", 0.25), (2, "tool", None), (4, "assistant", 0.0), (5, "user", None),
+        (5, "assistant", 0.5),
+    ]  # fmt: skip
+    assert other["parts"] == []
+
+
 def test_many_prompts_are_thinned_evenly(tmp_path):
     lines = [response(2, 1, 0, ["1", ""], "ss", prompt_id=f"{i:04x}") for i in range(100)]
     run = runs.read_run(write_run(tmp_path / "a", lines=lines))
@@ -245,6 +264,9 @@ def test_the_page_by_mouse_and_keys(tmp_path):
     plain = write_run(tmp_path / "plain", draft="none", lines=worst)
     report_page.write_report([plain, run], tmp_path / "two.html")
     report_page.write_report([write_run(tmp_path / "b")], tmp_path / "empty.html")
+    report_page.write_report(
+        [write_run(tmp_path / "c", lines=[episode()])], tmp_path / "turns.html"
+    )
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
             page.open(tmp_path / "r.html", width, dark)
@@ -280,6 +302,11 @@ def test_the_page_by_mouse_and_keys(tmp_path):
         assert page.text(".figures tbody tr:nth-child(2) th") == "draft = previous"
         assert page.run("document.querySelectorAll('.swatches').length") == 1
         assert page.text("#prompts [aria-selected=true] span") == "2 1>"  # of the run that reuses
+        page.open(tmp_path / "turns.html")
+        assert "reward 0.75 · 3 turns" in page.text("tbody td small")
+        said = page.text("tbody .tokens").split("assistant · reward ")
+        assert [part[:4] for part in said] == ["", "0.25", "0.00", "0.50"]
+        assert said[1].endswith("tool2↵\n")
         page.open(tmp_path / "empty.html")
         assert "--config.log.rollouts=1.0" in page.text("#shown")
         assert page.errors == []
