@@ -33,6 +33,16 @@ def _is_number(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))
 
 
+def _are_turns(value: Any) -> bool:
+    """Return True if `value` lists what `_TURN` has."""
+    return type(value) is list and all(
+        type(turn) is dict
+        and turn.keys() == _TURN.keys()
+        and all(holds(turn[name]) for name, (_, holds) in _TURN.items())
+        for turn in value
+    )
+
+
 # Rules of a field's value: in words, and as a test.
 _TEXT = ("text", lambda x: type(x) is str)
 _WHOLE = ("a whole number", lambda x: type(x) is int)
@@ -44,7 +54,8 @@ _WHOLES = (
     "a list of whole numbers",
     lambda x: type(x) is list and all(type(y) is int for y in x),
 )
-_TEXTS = ("a list of texts", lambda x: type(x) is list and all(type(y) is str for y in x))
+_TURN = {"end": _WHOLE, "reward": _NUMBER, "role": _TEXT}
+_TURNS = ("a list of turns, each with end, reward and role", _are_turns)
 # Field of a line → its rule and its meaning. "Per token": a list or string with one item for each
 # token of the response, end of sequence included. For example, "4 5" and its end, where a rule
 # accepted "4 5":
@@ -73,10 +84,9 @@ FIELDS = {
     "origin_steps": (_WHOLES, "per token: the step that first sampled it"),
     "prefix_len": (_WHOLE, "tokens that come from the earlier response, from the first on"),
     "ended": (_SWITCH, "true if the last token ends the sequence; false if the response was cut"),
-    # Of an episode, with one item for each turn of the policy; [] without an environment.
-    "turn_ends": (_WHOLES, "per turn: tokens of the response up to the turn's end"),
-    "turn_rewards": (_NUMBERS, "per turn: its reward, 6 decimals; together they are the reward"),
-    "turn_roles": (_TEXTS, 'per turn: who answered it, "user" or "tool"; "" where none did'),
+    # end: tokens of the response up to the turn's end. The rewards add up to the episode's. role:
+    # of what answered the turn, "user" or "tool"; "" where nothing follows.
+    "turns": (_TURNS, "the policy's turns of an episode; [] or left out of a single response"),
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
@@ -132,7 +142,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    record = json_object(line, where, FIELDS)
+    record = {"turns": []} | json_object(line, where, [x for x in FIELDS if x != "turns"])
     for name, ((rule, holds), _) in FIELDS.items():
         if not holds(record[name]):
             raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
@@ -304,19 +314,15 @@ def _scores(responses: Recorded, row: int) -> dict[str, Any]:
         "reward": _rounded(responses.rewards[row]),
         "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
         "failed": bool(responses.failed[row]),
-        "turn_ends": [],
-        "turn_rewards": [],
-        "turn_roles": [],
+        "turns": [],
     }
-    if responses.turns is None:
-        return scores
-    rewards, ends, roles = responses.turns
-    count = np.count_nonzero(ends[row])
-    return scores | {
-        "turn_ends": ends[row, :count].tolist(),
-        "turn_rewards": _finite(rewards[row, :count], _REWARD_DECIMALS),
-        "turn_roles": roles[row, :count].tolist(),
-    }
+    if responses.turns is not None:
+        rewards, ends, roles = responses.turns
+        scores["turns"] = [
+            {"end": int(ends[row, k]), "reward": _rounded(rewards[row, k]), "role": roles[row, k]}
+            for k in range(np.count_nonzero(ends[row]))
+        ]
+    return scores
 
 
 def _rounded(reward: np.float32) -> float | None:

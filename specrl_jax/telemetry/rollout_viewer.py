@@ -90,12 +90,12 @@ def _parts(line: Response) -> list[tuple[int, str, float | None]]:
     """
     parts = []
     begin = 0
-    for end, reward, role in zip(line["turn_ends"], line["turn_rewards"], line["turn_roles"]):
-        parts.append((begin, "assistant", reward))
-        if role:
-            parts.append((end, role, None))
-        rest = line["sources"][end:]
-        begin = end + len(rest) - len(rest.lstrip("f"))  # forced tokens follow a turn
+    for turn in line["turns"]:
+        parts.append((begin, "assistant", turn["reward"]))
+        if turn["role"]:
+            parts.append((turn["end"], turn["role"], None))
+        rest = line["sources"][turn["end"] :]
+        begin = len(line["sources"]) - len(rest.lstrip("f"))  # forced tokens follow a turn
     return parts
 
 

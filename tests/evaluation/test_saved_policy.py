@@ -303,9 +303,9 @@ def test_an_evaluation_is_what_the_environment_says_of_the_recorded_turns(main, 
     for line in read_rollouts(episodes, 1, "eval"):
         turns = _said(line)
         reward = play(Guess, turns, line["answer"])[1]
-        assert line["turn_rewards"] == [0.0] * (len(turns) - 1) + [reward]
-        assert line["turn_roles"] == ["user"] * (len(turns) - 1) + [""]
-        assert line["turn_ends"][-1] == len(line["token_ids"])
+        before = [(0.0, "user")] * (len(turns) - 1)
+        assert [(x["reward"], x["role"]) for x in line["turns"]] == [*before, (reward, "")]
+        assert line["turns"][-1]["end"] == len(line["token_ids"])
         rewards.append(reward)
         counts.append(len(turns))
     assert len(set(counts)) > 1

@@ -145,7 +145,7 @@ def test_every_field_by_hand(tmp_path):
     expected = [
         {"step": 7, "epoch": 2, "answer": "1 3", **groups[i // 2], "sample": i % 2}
         | dict(zip(names, row, strict=True))
-        | {"turn_ends": [], "turn_rewards": [], "turn_roles": []}
+        | {"turns": []}
         for i, row in enumerate(rows)
     ]
     assert position("a1") < position("b1")
@@ -195,8 +195,11 @@ def test_an_episodes_turns(tmp_path):
     row["turns"] = (rewards, ends, np.array([["tool", "", ""]]))
     write(open_records(tmp_path), **row)
     (record,) = read_rollouts(tmp_path, 7)
-    assert (record["sources"], record["turn_ends"]) == ("ssfs", [2, 4])
-    assert (record["turn_rewards"], record["turn_roles"]) == ([0.1, 0.9], ["tool", ""])
+    assert record["sources"] == "ssfs"
+    assert record["turns"] == [
+        {"end": 2, "reward": 0.1, "role": "tool"},
+        {"end": 4, "reward": 0.9, "role": ""},
+    ]
 
 
 def test_what_is_not_finite_is_null(tmp_path):
@@ -299,7 +302,12 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
         (0, rb'"sources"', b'"source"', "line 1 .* must have the field 'sources'"),
         (0, rb'(?<="reward":)[^,]*', b'"high"', "1 .* a number or null as 'reward', got 'high'"),
         (1, rb'(?<="token_ids":\[)', b"null,", "2 .* a list of whole numbers as 'token_ids', got"),
-        (1, rb'(?<="turn_roles":\[)', b"1", "2 .* must have a list of texts as 'turn_roles', got"),
+        (
+            1,
+            rb'(?<="turns":\[)',
+            b'{"end":1}',
+            "2 .* a list of turns, each with end, rew",
+        ),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, line, pattern, written, message):

@@ -26,7 +26,6 @@ def response(step, epoch, sample, token_texts, sources, **changes):
         "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
         "reward": float(sample), "by_function": {}, "failed": False, "origin_steps": [1] * count,
         "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
-        "turn_ends": [], "turn_rewards": [], "turn_roles": [],
     }  # fmt: skip
     return line | changes
 
@@ -186,10 +185,14 @@ def test_the_viewer_by_hand(tmp_path):
 
 
 def episode():
-    """Two calls of a tool, which says nothing to the second, and a last turn."""
-    turns = {"turn_ends": [2, 5, 7], "turn_rewards": [0.25, 0.0, 0.5]}
-    return response(2, 1, 0, ["[1+1]", "", "2", "\n", "[]", "4", ""], "ssffsss", reward=0.75,
-                    turn_roles=["tool", "user", ""], **turns)  # fmt: skip
+    """Three turns: a tool answers the first, a user says nothing to the second."""
+    turns = [
+        {"end": 2, "reward": 0.25, "role": "tool"},
+        {"end": 5, "reward": 0.0, "role": "user"},
+        {"end": 7, "reward": 0.5, "role": ""},
+    ]
+    tokens = ["[1+1]", "", "2", "\n", "[]", "4", ""]
+    return response(2, 1, 0, tokens, "ssffsss", reward=0.75, turns=turns)
 
 
 def test_the_parts_of_an_episode_by_hand(tmp_path):

@@ -27,7 +27,6 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
     blank["ended"] = True
     blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
     blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps")}
-    blank |= {name: [] for name in ("turn_ends", "turn_rewards", "turn_roles")}
     lines = [
         blank | {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
         for step, rows in enumerate(responses, start=1)
