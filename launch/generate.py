@@ -1,8 +1,11 @@
-"""Ask a policy.
+"""Ask a policy, or have it play an episode of its environment.
 
     python launch/generate.py --run=RUN "PROMPT" [--step=best|last|N] [--temperature=T]
     python launch/generate.py --model=DIR < PROMPTS      a prompt on every line of standard input
+    python launch/generate.py --run=RUN "PROMPT" --answer=ANSWER       with environment.name
 
+With an environment every turn is shown as it ends, with its role, and at last the reward. ANSWER is
+what the environment's `reset` gets; a line of standard input may have its own, after a tab.
 --temperature is the run's evaluate.temperature where it is left out; 0 is greedy.
 --config.FIELD=VALUE changes the configuration: --config.seed=1 samples anew,
 --config.rollout.response_len=N is the longest response. `transformers serve` and `transformers
@@ -15,6 +18,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
 import functools
+from collections.abc import Callable
 
 from specrl_jax.config import cli
 
@@ -22,6 +26,7 @@ from specrl_jax.config import cli
 def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
     parser.add_argument("prompt", nargs="?", help="left out: lines of standard input")
+    parser.add_argument("--answer", help="of the problem, for an environment")
     parser.add_argument("--temperature", type=float, help="0: greedy")
     return parser
 
@@ -37,12 +42,34 @@ def main() -> None:
     change = functools.partial(cli.override, arguments=rest)
     policy = saved_policy.open_policy(args.run, args.model, args.step, defaults, change)
     weights = policy.weights()
-    if args.prompt is not None:
-        print(policy.answer(weights, args.prompt, 0))
+    if not policy.config.environment.name:
+        if args.answer is not None:
+            rule = "left out without an environment, or set --config.environment.name"
+            raise ValueError(f"--answer must be {rule}, got {args.answer!r}")
+        answer = functools.partial(policy.answer, weights)
+        respond(args.prompt, lambda line, number: print(answer(line, number), flush=True))
+        return
+    from specrl_jax.evaluation.play import play
+    from specrl_jax.training.build import make_scorer
+
+    scorer = make_scorer(policy.config, policy.tokenizer)
+
+    def play_line(line: str, number: int) -> None:
+        prompt, tab, own = line.partition("\t")
+        play(policy, weights, scorer, prompt, own if tab else args.answer or "", number)
+
+    with scorer.pool:
+        respond(args.prompt, play_line)
+
+
+def respond(prompt: str | None, answer: Callable[[str, int], None]) -> None:
+    """Answer the prompt, or each line of standard input."""
+    if prompt is not None:
+        answer(prompt, 0)
         return
     for number, line in enumerate(sys.stdin):
         try:
-            print(policy.answer(weights, line.rstrip("\n"), number), flush=True)
+            answer(line.rstrip("\n"), number)
         except ValueError as error:  # the next line may be better
             print(f"error: {error}", file=sys.stderr)
 

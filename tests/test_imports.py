@@ -72,7 +72,7 @@ ALLOWED = {
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
-SEE_ALL = {"train", "training", "compile", "benchmarks", "evaluation/eval_tasks"}
+SEE_ALL = {"train", "training", "compile", "benchmarks", "evaluation/eval_tasks", "evaluation/play"}
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:

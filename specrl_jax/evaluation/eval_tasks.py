@@ -116,6 +116,9 @@ def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, An
     by_name = figures(group_rewards(answered))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
     rows += [row_of(f"mean {name}", mean) for name, mean in mean_by_function(answered).items()]
+    if answered[0].turns is not None:
+        turns = [x.turns.counts[: x.num_rows] for x in answered]
+        rows.append(row_of("turns of an episode", float(np.mean(np.concatenate(turns)))))
     cut = []
     failed = []
     for responses in answered:

@@ -27,6 +27,7 @@ from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.rollout.stop_strings import cut_at_stop, make_stop_strings
 from specrl_jax.sharding import shards
+from specrl_jax.types import Prompts
 
 BEST = "best"
 LAST = "last"
@@ -74,11 +75,11 @@ class SavedPolicy:
         size = max(settings.batch_size * settings.samples // samples, 1)
         return -(-min(size, prompts) // pieces) * pieces
 
-    def answer(self, weights: Params, prompt: str, number: int) -> str:
-        """Return the text of a response, at the temperature of the run's evaluation.
+    def prompts(self, prompt: str, answer: str = "") -> Prompts:
+        """Return a rollout's batch, whose first prompt is this one.
 
-        weights: of `weights`. number: of the prompt, so that each has its own noise. Raises
-        ValueError in one line where the prompt does not fit.
+        answer: of the problem, for an environment. Raises ValueError in one line where the prompt
+        does not fit.
         """
         with one_line("the prompt must be text of the tokenizer"):
             length = len(self.tokenizer.encode_prompt(prompt))
@@ -87,9 +88,17 @@ class SavedPolicy:
             rule = f"1 to {longest} tokens (the model's positions - rollout.response_len)"
             raise ValueError(f"the prompt must have {rule}, got {length}")
         slots = min(-(-length // _SLOTS) * _SLOTS, longest)
-        encoded = encode_prompts([make_example(prompt, "", "chat", {})], self.tokenizer, slots)
-        prompts = eval_batches(encoded, self.batch_size(1))[0][0]
-        spec = self.spec(slots, 1, self.config.evaluate.temperature)
+        encoded = encode_prompts([make_example(prompt, answer, "chat", {})], self.tokenizer, slots)
+        return eval_batches(encoded, self.batch_size(1))[0][0]
+
+    def answer(self, weights: Params, prompt: str, number: int) -> str:
+        """Return the text of a response, at the temperature of the run's evaluation.
+
+        weights: of `weights`. number: of the prompt, so that each has its own noise. Raises
+        ValueError as `prompts` does.
+        """
+        prompts = self.prompts(prompt)
+        spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
         rollout = generate(spec, weights, prompts, self.noise(number)).rollout
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
         text = self.tokenizer.decode(tokens[0, : lens[0]].tolist())

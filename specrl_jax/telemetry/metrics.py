@@ -46,7 +46,7 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/eval": Metric("mean reward of responses to held-out prompts", "reward"),
     "reward/eval/FUNCTION": Metric("the same of a function, before its weight", "reward"),
-    "reward/failed": Metric("answers that hit a scoring limit or raised (reward 0)", "count"),
+    "reward/failed": Metric("answers, or episodes, that hit a limit or raised (reward 0)", "count"),
     "reward/solved_all": Metric("share of groups whose responses are all right", "1"),
     "reward/solved_none": Metric("share of groups without a right response", "1"),
     "reward/no_signal": Metric("share of groups whose rewards are all equal", "1"),
@@ -66,7 +66,8 @@ METRICS: dict[str, Metric] = {
     "rollout/unchanged": Metric("share of rows whose response equals their last one", "1"),
     "rollout/distinct": Metric("distinct responses of a group, mean", "count"),
     "rollout/overlap_rouge1": Metric("mean ROUGE-1 F1 with the row's last response", "1"),
-    "rollout/turns_mean": Metric("turns of an episode", "count"),
+    "rollout/turns_mean": Metric("turns of an episode, mean", "count"),
+    "rollout/tool_calls_mean": Metric("turns of an episode that a tool answered, mean", "count"),
     # Work of the rollout
     "rollout/decode_steps": Metric("decode steps over all buckets", "steps"),
     "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,16 @@ def _is_number(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))
 
 
+def _are_turns(value: Any) -> bool:
+    """Return True if `value` lists what `_TURN` has."""
+    return type(value) is list and all(
+        type(turn) is dict
+        and turn.keys() == _TURN.keys()
+        and all(holds(turn[name]) for name, (_, holds) in _TURN.items())
+        for turn in value
+    )
+
+
 # Rules of a field's value: in words, and as a test.
 _TEXT = ("text", lambda x: type(x) is str)
 _WHOLE = ("a whole number", lambda x: type(x) is int)
@@ -44,6 +54,8 @@ _WHOLES = (
     "a list of whole numbers",
     lambda x: type(x) is list and all(type(y) is int for y in x),
 )
+_TURN = {"end": _WHOLE, "reward": _NUMBER, "role": _TEXT}
+_TURNS = ("a list of turns, each with end, reward and role", _are_turns)
 # Field of a line → its rule and its meaning. "Per token": a list or string with one item for each
 # token of the response, end of sequence included. For example, "4 5" and its end, where a rule
 # accepted "4 5":
@@ -72,6 +84,9 @@ FIELDS = {
     "origin_steps": (_WHOLES, "per token: the step that first sampled it"),
     "prefix_len": (_WHOLE, "tokens that come from the earlier response, from the first on"),
     "ended": (_SWITCH, "true if the last token ends the sequence; false if the response was cut"),
+    # end: tokens of the response up to the turn's end. The rewards add up to the episode's. role:
+    # of what answered the turn, "user" or "tool"; "" where nothing follows.
+    "turns": (_TURNS, "the policy's turns of an episode; [] or left out of a single response"),
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
@@ -127,7 +142,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    record = json_object(line, where, FIELDS)
+    record = {"turns": []} | json_object(line, where, [x for x in FIELDS if x != "turns"])
     for name, ((rule, holds), _) in FIELDS.items():
         if not holds(record[name]):
             raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
@@ -170,6 +185,17 @@ def _prompt_id(line: bytes) -> bytes:
 # Writing ------------------------------------------------------------------------------------
 
 
+class Recorded(NamedTuple):
+    """B = Q·G responses in NumPy arrays, the G of a prompt side by side."""
+
+    rollout: Rollout  # tokens, lens, prefix_lens, policy_logprobs, origin_steps and sources
+    rewards: np.ndarray  # float32 [B]
+    failed: np.ndarray  # bool [B]
+    by_function: Mapping[str, np.ndarray]  # float32 [B] of each function of a sum
+    # Rewards, ends and roles [B, K] of episodes, as `training.episodes.Turns` has them.
+    turns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+
 class RolloutRecords:
     """Writes the responses to a share of the prompts, one file a step.
 
@@ -210,23 +236,16 @@ class RolloutRecords:
         step: int,
         epoch: int,
         prompts: Prompts,
-        rollout: Rollout,
-        rewards: np.ndarray,
-        failed: np.ndarray,
-        by_function: Mapping[str, np.ndarray],
+        responses: Recorded,
         kind: str = "step",
     ) -> None:
         """Writes or replaces a step's file; on return it is on the disk.
 
-        rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
-            lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
-        rewards, failed, by_function: float32 [B], bool [B] and float32 [B] by name, as `Rewards`
-            has them.
         kind: "step" or "eval".
 
         Raises OSError if the file cannot be written.
         """
-        group_size = len(rollout.lens) // len(prompts.examples)
+        group_size = len(responses.rollout.lens) // len(prompts.examples)
         lines = []
         for q in select_prompts([example.base_id for example in prompts.examples], self._share):
             example = prompts.examples[q]
@@ -239,13 +258,9 @@ class RolloutRecords:
             }
             for sample in range(group_size):
                 row = q * group_size + sample
-                scores = {
-                    "sample": example.first_sample + sample,
-                    "reward": _rounded(rewards[row]),
-                    "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
-                    "failed": bool(failed[row]),
-                }
-                lines.append(_encode(group | scores | self._response(rollout, row)))
+                number = {"sample": example.first_sample + sample}
+                response = self._response(responses.rollout, row)
+                lines.append(_encode(group | number | response | _scores(responses, row)))
         _write_atomically(rollouts_path(self._workdir, step, kind), b"".join(lines))
 
     def _response(self, rollout: Rollout, row: int) -> dict[str, Any]:
@@ -291,6 +306,23 @@ class RolloutRecords:
         if token_id not in self._pieces:
             self._pieces[token_id] = self._decode([token_id])
         return self._pieces[token_id]
+
+
+def _scores(responses: Recorded, row: int) -> dict[str, Any]:
+    by_function = responses.by_function
+    scores = {
+        "reward": _rounded(responses.rewards[row]),
+        "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
+        "failed": bool(responses.failed[row]),
+        "turns": [],
+    }
+    if responses.turns is not None:
+        rewards, ends, roles = responses.turns
+        scores["turns"] = [
+            {"end": int(ends[row, k]), "reward": _rounded(rewards[row, k]), "role": roles[row, k]}
+            for k in range(np.count_nonzero(ends[row]))
+        ]
+    return scores
 
 
 def _rounded(reward: np.float32) -> float | None:

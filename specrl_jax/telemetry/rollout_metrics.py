@@ -80,6 +80,14 @@ def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
     return values
 
 
+def turn_metrics(counts: np.ndarray, roles: np.ndarray) -> dict[str, float]:
+    """Return metrics of B episodes: their turns, int [B], and who answered these, str [B, K]."""
+    return {
+        "rollout/turns_mean": float(np.mean(counts)),
+        "rollout/tool_calls_mean": float(np.mean(np.sum(roles == "tool", axis=1))),
+    }
+
+
 # The names in `reward_metrics` that are shares of groups.
 GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 

@@ -78,7 +78,25 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
         "s": line["sources"],
         "l": [None if x is None else round(x, 3) for x in line["policy_logprobs"]],
         "a": [line["step"] - step for step in line["origin_steps"]],
+        "parts": _parts(line),
     }
+
+
+def _parts(line: Response) -> list[tuple[int, str, float | None]]:
+    """Return what an episode consists of, in order; [] of a single response.
+
+    A part is (its first token, who speaks, the turn's reward): the policy as "assistant", the
+    environment in its role and without a reward.
+    """
+    parts = []
+    begin = 0
+    for turn in line["turns"]:
+        parts.append((begin, "assistant", turn["reward"]))
+        if turn["role"]:
+            parts.append((turn["end"], turn["role"], None))
+        rest = line["sources"][turn["end"] :]
+        begin = len(line["sources"]) - len(rest.lstrip("f"))  # forced tokens follow a turn
+    return parts
 
 
 def _advantages(

@@ -25,6 +25,7 @@ from specrl_jax.telemetry.rollout_metrics import (
     noise_metrics,
     reward_metrics,
     rollout_metrics,
+    turn_metrics,
 )
 from specrl_jax.training.episodes import Responses, Turns, mean_by_function
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
@@ -331,7 +332,9 @@ def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> 
         group_size=run.rollout_spec.group_size,
     )
     if rollouts[0].turns is not None:
-        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns.counts for x in rollouts)))
+        values |= turn_metrics(
+            _joined(x.turns.counts for x in rollouts), _joined(x.turns.roles for x in rollouts)
+        )
     rejected_mass = 0.0
     rule = run.rollout_spec.accept
     if not rule.samples_anew:

@@ -15,7 +15,7 @@ from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.process.runtime import compile_metrics
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
-from specrl_jax.telemetry.records import RolloutRecords
+from specrl_jax.telemetry.records import Recorded, RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
 from specrl_jax.training.episodes import Responses
 from specrl_jax.training.state import Run
@@ -114,11 +114,12 @@ class RunLog(contextlib.AbstractContextManager):
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
             scores = x.scores
             on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
-            parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], on_host))
+            recorded = Recorded(*on_host, x.turns)
+            parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-            self._records.write(self._step, self._epoch, prompts, *joined, kind=kind)
+            self._records.write(self._step, self._epoch, prompts, joined, kind=kind)
 
     def _show(self, responses: Responses) -> None:
         """Show the best and the worst response of a group, every `log.print_every` steps.

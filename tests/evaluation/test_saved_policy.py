@@ -1,6 +1,7 @@
 """One run, taken home: opened, exported, asked and evaluated through the programs of launch/."""
 
 import io
+import itertools
 import json
 import runpy
 import shutil
@@ -9,7 +10,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from small_runs import ROOT, files, launch, line_of, records, saved, small_config
+from ml_collections import ConfigDict
+from small_runs import ROOT, files, launch, line_of, play, records, saved, small_config
 
 from specrl_jax import train
 from specrl_jax.config import cli, flatten, validate
@@ -19,6 +21,8 @@ from specrl_jax.evaluation import eval_tasks, export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.process import runtime
+from specrl_jax.rewards.environments import Guess
+from specrl_jax.telemetry.records import read_rollouts
 
 PROMPTS = ["7>", "3<", "0>"]
 CONFIG = {"evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2, "train.steps": 3}
@@ -263,6 +267,73 @@ def test_a_generator_gives_what_the_run_has_not_seen():
     assert {*"".join(example.prompt for example in other.examples)} <= {*"89 <>"}
 
 
+# --- episodes -------------------------------------------------------------------------------------
+
+EPISODES = {
+    "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",
+    "data.source": "guess", "data.name": "guess", "data.prompts": 12, "data.eval_prompts": 20,
+    "data.prompt_len": 4, "tokenizer.alphabet": "0123456789-?<>", "rollout.response_len": 10,
+    "train.steps": 1, "evaluate.every": 1, "log.rollouts": 1.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory, make_mesh):
+    """The work directory of a run on episodes."""
+    workdir = tmp_path_factory.mktemp("episodes") / "run"
+    config = small_config()
+    config.data.options = ConfigDict()  # of the game
+    config.update_from_flattened_dict(EPISODES)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        train.train(config, workdir)
+    return workdir
+
+
+def _said(line: dict) -> list[str]:
+    """What the policy said between the forced tokens of a recorded episode."""
+    bounds = itertools.pairwise([0, *line["token_ends"]])
+    pieces = [(source == "f", line["text"][a:b]) for source, (a, b) in zip(line["sources"], bounds)]
+    runs = itertools.groupby(pieces, key=lambda piece: piece[0])
+    return ["".join(text for _, text in run) for forced, run in runs if not forced]
+
+
+def test_an_evaluation_is_what_the_environment_says_of_the_recorded_turns(main, episodes, tmp_path):
+    rewards = []
+    counts = []
+    for line in read_rollouts(episodes, 1, "eval"):
+        turns = _said(line)
+        reward = play(Guess, turns, line["answer"])[1]
+        before = [(0.0, "user")] * (len(turns) - 1)
+        assert [(x["reward"], x["role"]) for x in line["turns"]] == [*before, (reward, "")]
+        assert line["turns"][-1]["end"] == len(line["token_ids"])
+        rewards.append(reward)
+        counts.append(len(turns))
+    assert len(set(counts)) > 1
+    rows = _figures(main, tmp_path, f"--run={episodes}", "--samples=1")
+    values = {name: rows["held_out", "T=1", name]["value"] for name in ("avg@1", "pass@1")}
+    assert values == pytest.approx(dict.fromkeys(values, np.mean(rewards)))
+    turns = rows["held_out", "T=1", "turns of an episode"]["value"]
+    assert turns == pytest.approx(np.mean(counts))
+
+
+def test_an_episode_is_printed_as_the_environment_plays_it(main, episodes, monkeypatch):
+    printed = main("generate", f"--run={episodes}", "2-7?", "--answer=4")
+    *lines, last = printed.splitlines()
+    turns = [line.partition(": ")[2] for line in lines if line.startswith("assistant: ")]
+    expected = []
+    for i, turn in enumerate(turns, start=1):
+        observation, reward, _ = play(Guess, turns[:i], "4")
+        expected.append(f"assistant: {turn}")
+        expected += [f"user: {observation}"] * bool(observation)
+    assert lines == expected
+    assert last == f"reward {reward:g}, turns {len(turns)}"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2-7?\t4\n2-7?\tx\n"))
+    both = main("generate", f"--run={episodes}").removeprefix(printed)
+    assert both.endswith(
+        "reward 0, turns 1, failed: ValueError: invalid literal for int() with base 10: 'x'\n"
+    )
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [
@@ -275,6 +346,7 @@ MISTAKES = [
     ("generate --run=RUN b>", "the prompt must be text of the tokenizer: tokenizer.alphabet must"),
     ("generate --run=RUN 1> --temperature=-1", "evaluate.temperature must be 0 (greedy) or in"),
     ("generate --model=/nowhere 1>", "--model must be an existing directory or file"),
+    ("generate --run=RUN 1> --answer=1", "--answer must be left out without an environment, or"),
     ("evaluate --run=RUN --tasks=x", "--tasks must be held_out, FILE.jsonl, FILE.parquet, "),
     ("evaluate --run=RUN --tasks=x.jsonl", "--tasks must be an existing file or directory"),
     ("evaluate --run=RUN --tasks=sort:max_value=x", "an option is NAME=VALUE, got 'max_value=x'"),

@@ -15,6 +15,7 @@ from specrl_jax.data.prompts import make_example
 from specrl_jax.telemetry import records
 from specrl_jax.telemetry.records import (
     FIELDS,
+    Recorded,
     RolloutRecords,
     read_rollouts,
     recorded_steps,
@@ -74,14 +75,15 @@ def open_records(workdir, share=1.0, **overrides):
 
 
 def write(out, step=7, epoch=2, **changes):
-    inputs = {
-        "prompts": make_prompts(),
+    responses = {
         "rollout": make_rollout(),
         "rewards": REWARDS,
         "failed": FAILED,
         "by_function": {"math": MATH},
     }
-    out.write(step, epoch, **inputs | changes)
+    prompts = changes.pop("prompts", make_prompts())
+    kind = changes.pop("kind", "step")
+    out.write(step, epoch, prompts, Recorded(**responses | changes), kind)
 
 
 def one_response(**changes):
@@ -143,6 +145,7 @@ def test_every_field_by_hand(tmp_path):
     expected = [
         {"step": 7, "epoch": 2, "answer": "1 3", **groups[i // 2], "sample": i % 2}
         | dict(zip(names, row, strict=True))
+        | {"turns": []}
         for i, row in enumerate(rows)
     ]
     assert position("a1") < position("b1")
@@ -181,6 +184,22 @@ def test_a_share_of_the_prompts_with_all_their_samples(tmp_path):
     assert [(r["prompt_id"], r["sample"]) for r in lines] == [("a1", 0), ("a1", 1)]
     assert [r["token_ids"] for r in lines] == [[6, 2], []]
     assert [r["failed"] for r in lines] == [False, True]
+
+
+def test_an_episodes_turns(tmp_path):
+    """ "1 " of the policy, "3" of a tool, and the end."""
+    row = one_response()
+    sources = np.array([[0, 0, 3, 0, 0]], np.int8)
+    row["rollout"] = dataclasses.replace(row["rollout"], sources=sources)
+    rewards, ends = np.array([[0.1, 0.9, 0]], np.float32), np.array([[2, 4, 0]], np.int32)
+    row["turns"] = (rewards, ends, np.array([["tool", "", ""]]))
+    write(open_records(tmp_path), **row)
+    (record,) = read_rollouts(tmp_path, 7)
+    assert record["sources"] == "ssfs"
+    assert record["turns"] == [
+        {"end": 2, "reward": 0.1, "role": "tool"},
+        {"end": 4, "reward": 0.9, "role": ""},
+    ]
 
 
 def test_what_is_not_finite_is_null(tmp_path):
@@ -283,6 +302,12 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
         (0, rb'"sources"', b'"source"', "line 1 .* must have the field 'sources'"),
         (0, rb'(?<="reward":)[^,]*', b'"high"', "1 .* a number or null as 'reward', got 'high'"),
         (1, rb'(?<="token_ids":\[)', b"null,", "2 .* a list of whole numbers as 'token_ids', got"),
+        (
+            1,
+            rb'(?<="turns":\[)',
+            b'{"end":1}',
+            "2 .* a list of turns, each with end, rew",
+        ),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, line, pattern, written, message):

@@ -184,6 +184,28 @@ def test_the_viewer_by_hand(tmp_path):
     assert [r["advantage"] for r in prompt["columns"][1]["rows"]] == [-0.707, 0.707]
 
 
+def episode():
+    """Three turns: a tool answers the first, a user says nothing to the second."""
+    turns = [
+        {"end": 2, "reward": 0.25, "role": "tool"},
+        {"end": 5, "reward": 0.0, "role": "user"},
+        {"end": 7, "reward": 0.5, "role": ""},
+    ]
+    tokens = ["[1+1]", "", "2", "\n", "[]", "4", ""]
+    return response(2, 1, 0, tokens, "ssffsss", reward=0.75, turns=turns)
+
+
+def test_the_parts_of_an_episode_by_hand(tmp_path):
+    run = runs.read_run(write_run(tmp_path / "a", lines=[episode(), *two_epochs()]))
+    (prompt,) = rollout_viewer.viewer(run, 1 << 20)["prompts"]
+    row, other = prompt["columns"][0]["rows"][:2]
+    assert row["parts"] == [
+        (0, "assistant", 0.25), (2, "tool", None), (4, "assistant", 0.0), (5, "user", None),
+        (5, "assistant", 0.5),
+    ]  # fmt: skip
+    assert other["parts"] == []
+
+
 def test_many_prompts_are_thinned_evenly(tmp_path):
     lines = [response(2, 1, 0, ["1", ""], "ss", prompt_id=f"{i:04x}") for i in range(100)]
     run = runs.read_run(write_run(tmp_path / "a", lines=lines))
@@ -245,6 +267,9 @@ def test_the_page_by_mouse_and_keys(tmp_path):
     plain = write_run(tmp_path / "plain", draft="none", lines=worst)
     report_page.write_report([plain, run], tmp_path / "two.html")
     report_page.write_report([write_run(tmp_path / "b")], tmp_path / "empty.html")
+    report_page.write_report(
+        [write_run(tmp_path / "c", lines=[episode()])], tmp_path / "turns.html"
+    )
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
             page.open(tmp_path / "r.html", width, dark)
@@ -280,6 +305,11 @@ def test_the_page_by_mouse_and_keys(tmp_path):
         assert page.text(".figures tbody tr:nth-child(2) th") == "draft = previous"
         assert page.run("document.querySelectorAll('.swatches').length") == 1
         assert page.text("#prompts [aria-selected=true] span") == "2 1>"  # of the run that reuses
+        page.open(tmp_path / "turns.html")
+        assert "reward 0.75 · 3 turns" in page.text("tbody td small")
+        said = page.text("tbody .tokens").split("assistant · reward ")
+        assert [part[:4] for part in said] == ["", "0.25", "0.00", "0.50"]
+        assert said[1].endswith("tool2↵\n")
         page.open(tmp_path / "empty.html")
         assert "--config.log.rollouts=1.0" in page.text("#shown")
         assert page.errors == []

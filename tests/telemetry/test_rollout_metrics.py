@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from specrl_jax.telemetry.rollout_metrics import noise_metrics, reward_metrics, rollout_metrics
+from specrl_jax.telemetry.rollout_metrics import (
+    noise_metrics,
+    reward_metrics,
+    rollout_metrics,
+    turn_metrics,
+)
 
 # Four rows of at most five tokens: a draft kept whole, one kept in part and cut off at the end of
 # its slots, one refused at once, and no draft. 15 tokens, 5 of them kept.
@@ -103,6 +108,13 @@ def test_copied_tokens_were_another_rows():
     assert values["rollout/tokens_generated"] == 15 - 4 - 1
     assert values["rollout/response_len_mean"] == 15 / 4
     assert values["rollout/full_reuse_ratio"] == 1 / 4
+
+
+def test_turns_by_hand():
+    """A tool answers two turns of the first episode; nobody those of the last one."""
+    roles = np.array([["tool", "user", "tool", ""], ["user", "", "", ""], ["", "", "", ""]])
+    values = turn_metrics(np.array([4, 2, 1]), roles)
+    assert values == pytest.approx({"rollout/turns_mean": 7 / 3, "rollout/tool_calls_mean": 2 / 3})
 
 
 # Rewards ------------------------------------------------------------------------------------
