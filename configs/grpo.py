@@ -139,7 +139,7 @@ def base() -> ConfigDict:
     rollout.partial = 0  # prompts decoded beside the batch and finished a step later; 0: off
 
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
-    environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class
+    environment.name = ""  # "" (one turn, see reward) | guess | calculator | python | module:Class
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
     environment.allow_unfinished = 0.0  # share of the episodes that a turn does not wait for
 
