@@ -59,7 +59,7 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = "sort"  # sort | guess (a game) | reasoning_gym | jsonl | parquet | hf | tfds
+    data.source = "sort"  # sort | product | guess | reasoning_gym | jsonl | parquet | hf | tfds
     data.name = "sort"  # of a data set: hub id or TFDS name; of reasoning_gym: the task
     data.path = ""  # file or directory of jsonl and parquet; local files of hf and tfds
     data.eval_path = ""  # held-out file; "": eval_split, or else the end of the source
