@@ -146,6 +146,8 @@ def _change(tokenizer: Any, turn: str, role: str) -> str:
     whole = tokenizer.encode_prompt(chat)
     if row == whole:
         return ""
+    if tokenizer.decode(row, keep_special=True) == tokenizer.decode(whole, keep_special=True):
+        return "is the same text in other tokens"
     pairs = itertools.zip_longest(row, whole)
     first = next(i for i, (own, others) in enumerate(pairs) if own != others)
     begin = max(first - 2, 0)
