@@ -36,12 +36,13 @@ def get_config(preset: str = "micro") -> ConfigDict:
     config.data.prompts = 256
     config.data.prompt_len = 8
     config.warmup.mistake_rate = 0.0
-    config.warmup.steps = 160
+    config.warmup.steps = 240
     config.rollout.response_len = 48
     config.rollout.prompts_per_step = 16
     config.rollout.group_size = 8
-    config.updates.mini_batch_size = 64
-    config.updates.learning_rate = 1e-3
+    config.updates.mini_batch_size = 32
+    config.data.eval_prompts = 64
     config.evaluate.every = 16
+    config.evaluate.batch_size = 64
     config.train.steps = 16
     return config

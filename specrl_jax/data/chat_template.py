@@ -1,6 +1,7 @@
 """Chat template of a tokenizer: messages to the text that is encoded."""
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,6 @@ _TODAY = datetime.date(2025, 1, 1)
 _ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 _MARK = "\u241e"  # stands for a response, and for the end of a prompt
 _RESPONSE = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
-# Turns of a policy that many templates change, by what they change.
-TURNS = {
-    "a plain turn": "a",
-    "blanks at the ends of a turn": "\n a \n",
-    "a thought": "<think>\na\n</think>\n\na",
-}
 
 
 class ChatTemplate:
@@ -112,3 +107,49 @@ class ChatTemplate:
             return self.write([*_RESPONSE, _RESPONSE[0]], generation_prompt=False)
         except ValueError:
             return ""
+
+
+# Turns of a policy that many templates change, by what they change.
+_TURNS = {
+    "a plain turn": "a",
+    "blanks at the ends of a turn": "\n a \n",
+    "a thought": "<think>\na\n</think>\n\na",
+}
+
+
+def changed_turns(tokenizer: Any, source: str) -> str:
+    """Say in one line which turns a chat template changes once others follow; "" where none.
+
+    The ids of a whole chat are compared with those of a row: the prompt, and each turn, as it was
+    said and with its end, followed by `encode_turn`. source: whose template it is.
+    """
+    changed = []
+    for name, turn in _TURNS.items():
+        for role in tokenizer.turn_roles:
+            if change := _change(tokenizer, turn, role):
+                changed.append(f"{name}, before the role {role}, {change}")
+    if not changed:
+        return ""
+    return (
+        f"the chat template of {source} changes turns once others follow, and rows keep them: "
+        f"{'; '.join(changed)}"
+    )
+
+
+def _change(tokenizer: Any, turn: str, role: str) -> str:
+    """Say what the template makes of two such turns of a row; "" where it changes none."""
+    chat: Messages = ({"role": "user", "content": "a"},)
+    row = tokenizer.encode_prompt(chat)
+    for _ in range(2):
+        chat += ({"role": "assistant", "content": turn}, {"role": role, "content": "b"})
+        row += [*tokenizer.encode(turn), tokenizer.end_id, *tokenizer.encode_turn("b", role=role)]
+    whole = tokenizer.encode_prompt(chat)
+    if row == whole:
+        return ""
+    if tokenizer.decode(row, keep_special=True) == tokenizer.decode(whole, keep_special=True):
+        return "is the same text in other tokens"
+    pairs = itertools.zip_longest(row, whole)
+    first = next(i for i, (own, others) in enumerate(pairs) if own != others)
+    begin = max(first - 2, 0)
+    texts = [tokenizer.decode(ids[begin : first + 6], keep_special=True) for ids in (row, whole)]
+    return f"{texts[0]!r} becomes {texts[1]!r}"

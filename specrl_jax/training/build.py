@@ -16,6 +16,7 @@ from specrl_jax.algorithms.update_spec import (
     make_schedule,
     make_update_spec,
 )
+from specrl_jax.data.chat_template import changed_turns
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
@@ -110,7 +111,8 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         "threshold": settings.threshold,
     }
     if environment.name:
-        if changed := tokenizer.changed_turns():
+        source = config.tokenizer.source or config.model.source
+        if changed := changed_turns(tokenizer, source):
             print(f"environment: {changed}", flush=True)
         pool = EnvironmentPool(environment.name, **limits)
     else:

@@ -8,6 +8,7 @@ import pytest
 from test_control_tokens import write_tokenizer
 from test_tokenizer import CHATML
 
+from specrl_jax.data.chat_template import changed_turns
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 
 QWEN3 = """
@@ -140,7 +141,7 @@ def test_rows_of_turns_are_the_whole_chat_of_transformers(chat, has_end):
 
 def test_turns_that_a_template_changes_are_told_in_one_line(chat):
     name, tokenizer = chat
-    line = tokenizer.changed_turns()
+    line = changed_turns(tokenizer, "it")
     assert "\n" not in line
     for kind in ("a plain turn", BLANKS, THOUGHT):
         for role in ("tool", "user"):
@@ -153,16 +154,16 @@ def test_where_they_are_changed(tmp_path):
     """Qwen 3 without thoughts begins each turn with an empty one, and forgets it."""
     write_tokenizer(tmp_path, *FORMATS["qwen3"])
     options = {"template_options": {"enable_thinking": False}}
-    line = HuggingFaceTokenizer(tmp_path, chat=True, **options).changed_turns()
+    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True, **options), "it")
     change = "'t\\n<think>\\n\\n</think>\\n\\n' becomes 't\\na<|im_end|>"
     assert f"a plain turn, before the role tool, {change}" in line
-    assert HuggingFaceTokenizer(tmp_path, chat=False).changed_turns() == ""
-    assert CharacterTokenizer("ab").changed_turns() == ""
+    assert changed_turns(HuggingFaceTokenizer(tmp_path, chat=False), "it") == ""
+    assert changed_turns(CharacterTokenizer("ab"), "it") == ""
 
 
 def test_an_end_that_is_no_token(tmp_path):
     """The policy's own end stands in a row, and not in the chat."""
     template = FORMATS["chatml"][0].replace("<|im_end|>", "")
     write_tokenizer(tmp_path, template, *FORMATS["chatml"][1:])
-    line = HuggingFaceTokenizer(tmp_path, chat=True).changed_turns()
+    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True), "it")
     assert "a plain turn, before the role user" in line
