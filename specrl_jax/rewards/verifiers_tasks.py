@@ -67,22 +67,20 @@ class Episode:
 
         options: fields of the taskset's configuration.
         """
-        self._turns: asyncio.Queue[str] = asyncio.Queue()  # of the policy, in the thread
+        self._turns: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more
         self._news: queue.SimpleQueue[list[dict] | float | Exception] = queue.SimpleQueue()
         self._known = 0  # messages of the conversation
         self._loop = asyncio.new_event_loop()
-        self._playing = self._loop.create_task(self._play(task, options))
-        target = self._loop.run_until_complete
-        self._thread = threading.Thread(target=target, args=(self._playing,), daemon=True)
+        play = functools.partial(self._loop.run_until_complete, self._play(task, options))
+        self._thread = threading.Thread(target=play, daemon=True)
         self._thread.start()
         self._first = self._wait()
         return self._first if isinstance(self._first, list) else []
 
     def end(self) -> None:
-        """End the episode, whether it is over or not."""
-        self._loop.call_soon_threadsafe(self._playing.cancel)
+        """Have the package give the episode up, at the request that it waits for."""
+        self._loop.call_soon_threadsafe(self._turns.put_nowait, None)
         self._thread.join()
-        self._loop.close()
 
     def step(self, response: str) -> Step:
         if isinstance(self._first, float):
@@ -101,11 +99,10 @@ class Episode:
         return news
 
     async def _play(self, task: dict, options: dict[str, Any]) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            try:
-                self._news.put(await self._reward(task, options))
-            except Exception as error:
-                self._news.put(error)
+        try:
+            self._news.put(await self._reward(task, options))
+        except Exception as error:
+            self._news.put(error)
 
     async def _reward(self, task: dict, options: dict[str, Any]) -> float:
         """Have the package play the episode; return its reward."""
@@ -149,7 +146,10 @@ class Episode:
             shown = _first_messages(new, tools)
         self._known = len(messages)
         self._news.put(shown)
-        said = _parse_turn(await self._turns.get(), bool(tools), self._known)
+        response = await self._turns.get()
+        if response is None:
+            return web.json_response({"error": {"message": "no more turns"}}, status=400)
+        said = _parse_turn(response, bool(tools), self._known)
         reason = "tool_calls" if "tool_calls" in said else "stop"
         choice = {"index": 0, "message": said, "finish_reason": reason}
         head = {"id": "policy", "object": "chat.completion", "created": 0, "model": "policy"}
