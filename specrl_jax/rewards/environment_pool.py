@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     reward: float  # of all turns so far; float32, 0 where failed
     done: bool  # the episode is over
     failure: str  # why there is no answer, in one line; ""
+    role: str  # of `environments.ROLES`
 
 
 @dataclass(eq=False)
@@ -239,4 +240,6 @@ class EnvironmentPool(WorkerPool):
         if not result.failure:
             total = np.array([episode.reward], np.float32)
             reward = float(apply_threshold(total, self._threshold)[0])
-        episode.answer = Answer(result.observation, reward, result.done, result.failure)
+        episode.answer = Answer(
+            result.observation, reward, result.done, result.failure, result.role
+        )

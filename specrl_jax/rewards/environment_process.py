@@ -313,4 +313,4 @@ def _step(
     step = Step()
     for response in request.responses:
         step = take_step(environments[request.episode], response)
-    return Result(checked(step.reward), step.done, step.observation)
+    return Result(checked(step.reward), step.done, step.observation, role=step.role)

@@ -16,6 +16,7 @@ from specrl_jax.inputs import require_package
 from specrl_jax.rewards.scorers import load_by_name
 
 MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
+ROLES = ("user", "tool")  # of those who speak to the policy
 
 
 class Step(NamedTuple):
@@ -24,6 +25,7 @@ class Step(NamedTuple):
     observation: str = ""  # for the policy to read, unless done
     reward: float = 0.0  # of this turn: an episode's reward is the sum of its turns'
     done: bool = False  # the episode is over
+    role: str = "user"  # one of `ROLES`, under which a chat template writes the observation
 
 
 class Environment(Protocol):
@@ -170,4 +172,7 @@ def take_step(environment: Environment, response: str) -> Step:
     if not isinstance(step.observation, str):
         kind = type(step.observation).__name__
         raise TypeError(f"the observation of a step must be text, got {kind}")
-    return Step(step.observation[:MAX_OBSERVATION], float(step.reward), bool(step.done))
+    if step.role not in ROLES:
+        raise ValueError(f"the role of a step must be {' or '.join(ROLES)}, got {step.role!r}")
+    observation = step.observation[:MAX_OBSERVATION]
+    return Step(observation, float(step.reward), bool(step.done), step.role)

@@ -29,7 +29,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
-from specrl_jax.rewards.environments import MAX_OBSERVATION
+from specrl_jax.rewards.environments import MAX_OBSERVATION, ROLES
 from specrl_jax.rewards.scorers import find_scorer, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
@@ -51,6 +51,7 @@ class Result(NamedTuple):
     done: bool = True  # of an episode; always so without an environment
     observation: str = ""  # of an environment
     failure: str = ""  # why there is no score, in one printable line
+    role: str = "user"  # of `ROLES`, of an observation
 
     def to_line(self) -> bytes:
         """One line of JSON: whoever reads it need not trust the process that has written it."""
@@ -60,10 +61,12 @@ class Result(NamedTuple):
     def from_line(line: bytes) -> "Result":
         """Read the line of `to_line`; return a failure where it is anything else."""
         try:
-            score, done, observation, failure = json.loads(line)
-            if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
+            score, done, observation, failure, role = json.loads(line)
+            texts = isinstance(observation, str) and isinstance(failure, str)
+            if isinstance(done, bool) and texts and role in ROLES:
                 failure = printable(failure[:MAX_FAILURE])
-                return Result(checked(float(score)), done, observation[:MAX_OBSERVATION], failure)
+                observation = observation[:MAX_OBSERVATION]
+                return Result(checked(float(score)), done, observation, failure, role)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")

@@ -45,6 +45,7 @@ class Turns(NamedTuple):
 
     rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
     ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
+    roles: np.ndarray  # str [B, K], of what the environment answered; "" where nothing follows
 
     @property
     def counts(self) -> np.ndarray:
@@ -265,7 +266,9 @@ class _Episodes:
         self.begun: PartialRows | None = None  # tokens that the rows have so far
         self.stats: list[Stats] = []
         shape = (rows, scorer.max_turns)
-        self.turns = Turns(np.zeros(shape, np.float32), np.zeros(shape, np.int32))
+        self.turns = Turns(
+            np.zeros(shape, np.float32), np.zeros(shape, np.int32), np.zeros(shape, "U4")
+        )
         self.totals = np.zeros(rows, np.float32)  # rewards of all turns
         self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
@@ -356,7 +359,10 @@ class _Episodes:
         except ValueError as error:  # a character that the policy has no token for
             self._note(row, 0.0, reason(error))
             return None
-        return ids if lens[row] + len(ids) < self.spec.response_slots else None
+        if lens[row] + len(ids) >= self.spec.response_slots:
+            return None
+        self.turns.roles[row, self.turns.counts[row] - 1] = answer.role
+        return ids
 
     def _note(self, row: int, total: float, reason: str) -> None:
         """Note the reward of all turns of a row, and why it has none; the last turn makes it up."""

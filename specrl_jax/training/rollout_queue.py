@@ -109,7 +109,9 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
     def _batch(self, values: Mapping[str, Any], rollout: Rollout) -> TrainBatch:
         arrays = {name: np.array(x, np.float32) for name, x in values["by_function"].items()}
         turns = values["turns"] and Turns(
-            np.array(values["turns"][0], np.float32), np.array(values["turns"][1], np.int32)
+            np.array(values["turns"][0], np.float32),
+            np.array(values["turns"][1], np.int32),
+            np.array(values["turns"][2], "U4"),
         )
         return TrainBatch(
             self._find(values["prompts"]),

@@ -305,7 +305,7 @@ TRICKS = [
     "import builtins\nbuiltins.float = builtins.bool = lambda *x: 1.0\ndef add(a, b): return 3",
     'import json\njson.loads = json.dumps = lambda *a, **k: \'["", "", true, []]\'\nadd = max',
     "from specrl_jax.rewards import code, worker_process as w\ncode.score_code = lambda *a: 1.0\n"
-    'w.Result.to_line = lambda self: b\'[1.0, true, "", ""]\\n\'\nadd = max',
+    'w.Result.to_line = lambda self: b\'[1.0, true, "", "", "user"]\\n\'\nadd = max',
     "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\nadd = max",
     "def test_add(): pass\ndef check(f): pass\nadd = test_add",
     "__name__ = 'the tests'\nassert True",

@@ -62,6 +62,8 @@ FAULTS = {
     "kill -1": "|ProcessLookupError: .*",  # there is none, or none that it may kill
     "allocate": "out of memory",
     "nothing": "TypeError: .*",
+    "role system": "ValueError: the role of a step must be user or tool, got 'system'",
+    "role tool": "",
     "number 5": "TypeError: the observation of a step must be text, got int",
     "nan": r"ValueError: the score must be within ±1e\+15, got nan",
     "fork 3": "",
@@ -90,6 +92,8 @@ def test_a_fault_costs_its_own_episode_in_one_line(monkeypatch, capfd, weak):
             assert re.fullmatch(reason, answer.failure), (fault, answer)
             assert (answer.reward, answer.done) == ((0, True) if answer.failure else (2, False))
         assert len(second[-2].observation) == MAX_OBSERVATION
+        spoke = [fault for fault, answer in zip(FAULTS, second[::2]) if answer.role == "tool"]
+        assert spoke == ["role tool"]
         assert said(play(pool, episodes[1::2], ["x"] * len(FAULTS))) == ["3 of 1: "] * len(FAULTS)
         pool.end(episodes)
         wait_for(lambda: len(descendants(os.getpid()) - before) <= 4)  # guards and templates

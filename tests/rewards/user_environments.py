@@ -27,7 +27,8 @@ class Counter:
             return None
         if name != "number":
             said = f"{self.steps} of {Counter.made}: {said}"
-        return said, reward, name == "done"
+        role = argument if name == "role" else "user"
+        return said, reward, name == "done", role
 
 
 class Trusted(Counter):

@@ -121,6 +121,8 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
         none = [0] * (TURNS - len(texts))
         assert played.turns.ends[row].tolist() == ends_of_turns + none
         assert played.turns.rewards[row].tolist() == rewards + none
+        answered = len(texts) - 1
+        assert played.turns.roles[row].tolist() == ["user"] * answered + [""] * (TURNS - answered)
         assert played.scores.rewards[row] == reward
         counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
