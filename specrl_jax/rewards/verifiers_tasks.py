@@ -70,9 +70,8 @@ class Episode:
         self._turns: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more
         self._news: queue.SimpleQueue[list[dict] | float | Exception] = queue.SimpleQueue()
         self._known = 0  # messages of the conversation
-        self._loop = asyncio.new_event_loop()
-        play = functools.partial(self._loop.run_until_complete, self._play(task, options))
-        self._thread = threading.Thread(target=play, daemon=True)
+        playing = self._play(task, options)
+        self._thread = threading.Thread(target=asyncio.run, args=(playing,), daemon=True)
         self._thread.start()
         self._first = self._wait()
         return self._first if isinstance(self._first, list) else []
@@ -89,7 +88,9 @@ class Episode:
         news = self._wait()
         if isinstance(news, float):
             return Step(reward=news, done=True)
-        return Step("\n".join(message["content"] for message in news))
+        text = "\n".join(message["content"] for message in news)
+        only_tools = all(message["role"] == "tool" for message in news)
+        return Step(text, role="tool" if only_tools else "user")
 
     def _wait(self) -> list[dict[str, str]] | float:
         """Return the messages of the next request that are new, or the reward at the end."""
@@ -99,6 +100,7 @@ class Episode:
         return news
 
     async def _play(self, task: dict, options: dict[str, Any]) -> None:
+        self._loop = asyncio.get_running_loop()
         try:
             self._news.put(await self._reward(task, options))
         except Exception as error:
@@ -159,7 +161,7 @@ class Episode:
 def load_taskset(name: str) -> type[Episode]:
     """Return the environment of a taskset, a module of that name. ValueError in one line."""
     with one_line(f"a taskset of verifiers must be a module that exports one, got {name!r}"):
-        _env_config(name, {})
+        _role(name)
     return type("Episode", (Episode,), {"name": name})
 
 
@@ -176,21 +178,27 @@ def read_tasks(name: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         alone = len(messages) == 1 and messages[0]["role"] == "user"
         yield {
             "prompt": messages[0]["content"] if alone else messages,
-            "answer": str(data.get("answer", "")),
+            "answer": str(data.get("answer", task.key)),
             "options": options,
             "task": data,
         }
 
 
-def _env_config(name: str, options: dict[str, Any]) -> vf.EnvConfig:
-    """Return the configuration of an environment that one policy plays on this machine."""
+def _role(name: str) -> str:
+    """Return the role of the one agent in a taskset's environment."""
+    loaders.taskset_class(name)  # raises where the module exports none
     kind = loaders.env_config_type(name)
     defaults = {role: field.default for role, field in kind.model_fields.items()}
     roles = [role for role, value in defaults.items() if isinstance(value, vf.AgentConfig)]
     if len(roles) != 1:
         raise ValueError(f"one policy plays one agent, not {', '.join(roles)}")
+    return roles[0]
+
+
+def _env_config(name: str, options: dict[str, Any]) -> vf.EnvConfig:
+    """Return the configuration of an environment on this machine."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    return loaders.resolve_env_config({"taskset": {**options, "id": name}, roles[0]: agent})
+    return loaders.resolve_env_config({"taskset": {**options, "id": name}, _role(name): agent})
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -243,7 +251,7 @@ class _ChatLoop(NullHarness):
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
-    tools: Mapping[str, MCPServer]  # that run in this process, by the prefix of their names
+    tools: dict[str, MCPServer]  # that run in this process, by the prefix of their names
     trace: vf.Trace  # of the episode
 
     async def setup(self, runtime: vf.Runtime) -> None:
@@ -314,55 +322,49 @@ async def _call(tools: Mapping[str, tuple[dict, Callable]], call: dict) -> dict[
 
 @contextlib.asynccontextmanager
 async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator[None]:
-    """Have the environment's agent and the tools that may run in this process."""
-    tools = {}
-    loops = []
+    """Have the environment's agent run in this process, and the tools that may."""
+    role = _role(env.config.taskset.id)
+    loop = _ChatLoop(getattr(env.config, role).harness)
+    loop.tools = {}
+    set_up = env.setup
 
-    def current_state() -> vf.State:
-        return loops[0].trace.state
+    async def set_up_loop(agents: vf.Agents) -> None:
+        getattr(agents, role).harness = loop
+        await set_up(agents)
 
+    env.setup = set_up_loop
     async with contextlib.AsyncExitStack() as stack:
         for owner, config in ((env.taskset, env.config.taskset), (task, task.config)):
-            theirs = []
+            elsewhere = []
             for toolset in owner.toolsets(config):
                 if toolset.config.url or toolset.config.runtime.type != "subprocess":
-                    theirs.append(toolset)
+                    elsewhere.append(toolset)
                     continue
                 await stack.enter_async_context(toolset._exit_stack)
                 await toolset.setup()
                 if owner is task:
                     await toolset.setup_task(task.data)
-                tools[toolset.server_name] = _serve(toolset, current_state)
-            owner.toolsets = functools.partial(_keep, theirs)
-        setup = env.setup
-
-        async def set_up(agents: vf.Agents) -> None:
-            for role in env.config.agent_harnesses():
-                agent = getattr(agents, role)
-                agent.harness = _ChatLoop(agent.harness.config)
-                agent.harness.tools = tools
-                loops.append(agent.harness)
-            await setup(agents)
-
-        env.setup = set_up
+                loop.tools[toolset.server_name] = _serve(toolset, loop)
+            owner.toolsets = functools.partial(_first, elsewhere)
         yield
 
 
-def _keep(value: Any, *_: Any) -> Any:
+def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-def _serve(toolset: vf.Toolset, current_state: Callable[[], vf.State]) -> MCPServer:
+def _serve(toolset: vf.Toolset, loop: _ChatLoop) -> MCPServer:
     """Return a server of the tools in this process; they change the episode's own state."""
 
     async def pull() -> vf.State:
-        return current_state()
+        return loop.trace.state
 
     async def push(before: bytes) -> None:
         """Do nothing: the state is the episode's."""
 
     toolset._pull_state = pull
     toolset._push_state = push
-    server = MCPServer(toolset.server_name or type(toolset).__name__, log_level="ERROR")
+    name = toolset.server_name or type(toolset).__name__
+    server = MCPServer(name, log_level="ERROR")
     toolset.register(server)
     return server

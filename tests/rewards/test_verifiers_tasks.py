@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from small_runs import line_of
-from test_prompts import config
+from ml_collections import ConfigDict
+from small_runs import line_of, preset
 
+from specrl_jax.data import readers
+from specrl_jax.data.item_process import SOURCES
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.environments import load_environment
+from specrl_jax.rewards.environments import Step, load_environment
 
 pytest.importorskip("verifiers", reason="needs pip install -e '.[agents]'")
 
@@ -20,6 +22,7 @@ GUESSES = [
     (["0", "no"], [">", ""], 0.5 / 3),  # the task's stop: the third guess is not asked for
 ]
 # What a policy may not do, and the failure.
+LIMITS = {"timeout": 60, "memory_mib": 512, "workers": 1}
 FAULTS = [
     ("x", "RuntimeError: invalid literal for int() with base 10: 'x'"),  # of the environment
     ("again", "ValueError: an episode must be one conversation, another one begins"),
@@ -30,71 +33,68 @@ def problem(**data):
     return "", "task", {"options": {}, "task": data}
 
 
-def play(pool, episodes, turns):
-    """Submit the turns of each episode; return what was said to each, and its last answer."""
-    said = [[] for _ in episodes]
-    last = [None] * len(episodes)
-    for turn in range(max(map(len, turns))):
-        live = [i for i, responses in enumerate(turns) if turn < len(responses)]
-        pool.submit([episodes[i] for i in live], [turns[i][turn] for i in live])
-        answers = pool.collect([episodes[i] for i in live])
-        for index, i in enumerate(live):
-            last[i] = answers[index]
-            said[i].append(last[i].observation)
-    pool.end(episodes)
-    return said, last
-
-
 def call(name, **arguments):
     text = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
 def test_turns_stops_rewards_and_faults():
-    with EnvironmentPool(
-        "verifiers:guessing_taskset", timeout=60, memory_mib=512, workers=1
-    ) as pool:
-        turns = [responses for responses, _, _ in GUESSES] + [[fault] for fault, _ in FAULTS]
+    """Of episodes beside each other, each in its process."""
+    turns = [responses for responses, _, _ in GUESSES] + [[fault] for fault, _ in FAULTS]
+    said = [[] for _ in turns]
+    last = {}
+    with EnvironmentPool("verifiers:guessing_taskset", **LIMITS) as pool:
         episodes = pool.begin([problem(prompt="0?", secret=2)] * len(turns))
-        said, last = play(pool, episodes, turns)
+        for turn in range(3):
+            live = [i for i, responses in enumerate(turns) if turn < len(responses)]
+            pool.submit([episodes[i] for i in live], [turns[i][turn] for i in live])
+            answers = pool.collect([episodes[i] for i in live])
+            last |= {i: answers[index] for index, i in enumerate(live)}
+            for i in live:
+                said[i].append(last[i].observation)
+        pool.end(episodes)
     for i, (_, expected, reward) in enumerate(GUESSES):
         assert (said[i], last[i].failure) == (expected, "")
         assert (last[i].done, last[i].reward) == (True, pytest.approx(reward))
-    for answer, (_, failure) in zip(last[len(GUESSES) :], FAULTS, strict=True):
-        assert (answer.failure, answer.reward) == (failure, 0)
+    for i, (_, failure) in enumerate(FAULTS, len(GUESSES)):
+        assert (last[i].failure, last[i].reward) == (failure, 0)
+
+
+def play(name, responses, **data):
+    """Return the steps of an episode in this process."""
+    episode = load_environment(name)()
+    episode.reset(*problem(**data))
+    return [episode.step(response) for response in responses]
 
 
 def test_tools_and_their_state():
+    """A failed call is told to the policy; a call that is no JSON is an answer without a call."""
     add = call("add", amount=1)
-    turns = [
-        [f"I add. {add}{add}", call("bell_ring"), "Done."],
-        [
-            call("add", amount=9),
-            call("nothing"),
-            call("add", amount="x"),
-            "<tool_call>{</tool_call>",
-        ],
+    responses = [f"I add. {add}{add}", call("bell_ring"), "Done."]
+    assert play("verifiers:ledger_taskset", responses, prompt="2!", answer=2) == [
+        Step("total 1\ntotal 2", role="tool"),
+        Step("ding", role="tool"),
+        Step(reward=1.0, done=True),
     ]
-    with EnvironmentPool("verifiers:ledger_taskset", timeout=60, memory_mib=512, workers=1) as pool:
-        said, last = play(pool, pool.begin([problem(prompt="2!", answer=2)] * 2), turns)
-    assert said[0] == ["total 1\ntotal 2", "ding", ""]
-    assert said[1][:2] == [
-        "Error executing tool add: at most 2",
-        "error: unknown tool 'nothing'",
-    ]
-    assert "Input should be a valid integer" in said[1][2]
-    assert [(answer.done, answer.reward, answer.failure) for answer in last] == [
-        (True, 1.0, ""),
-        (True, 0.0, ""),
-    ]
+    responses = [call("add", amount=9), call("nothing"), call("add", amount="x"), "<tool_call>{"]
+    high, unknown, wrong, end = play("verifiers:ledger_taskset", responses, prompt="2!", answer=2)
+    assert high == Step("Error executing tool add: at most 2", role="tool")
+    assert unknown == Step("error: unknown tool 'nothing'", role="tool")
+    assert "Input should be a valid integer" in wrong.observation
+    assert end == Step(reward=0.0, done=True)
 
 
-def test_problems_of_a_taskset():
-    options = {"numbers": 5, "system": "Guess."}
-    settings = {"prompts": 3, "eval_prompts": 2, "answer_pattern": "", "options": options}
-    made = config("verifiers", name="guessing_taskset", **settings)
-    made.environment.name = "verifiers:guessing_taskset"
-    data = load_examples(made)
+def test_problems_of_a_taskset(monkeypatch):
+    """Read here: the process that they are made in has to import the package first."""
+    monkeypatch.setattr(readers, "read_items", lambda source, *request: SOURCES[source](*request))
+    config = preset("tiny")
+    config.environment.name = "verifiers:guessing_taskset"
+    config.data.source = "verifiers"
+    config.data.name = "guessing_taskset"
+    config.data.prompts = 3
+    config.data.eval_prompts = 2
+    config.data.options = ConfigDict({"numbers": 5, "system": "Guess."})
+    data = load_examples(config)
     messages = ({"role": "system", "content": "Guess."}, {"role": "user", "content": "0?"})
     assert [example.prompt for example in data.train + data.eval] == [messages] * 5
     secrets = [example.metadata["task"]["secret"] for example in data.train + data.eval]
