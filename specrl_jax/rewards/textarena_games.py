@@ -49,10 +49,7 @@ class Game:
         """Return the messages since the last move, without the move itself."""
         said = self._game.state.get_current_player_observation()
         move = ObservationType.PLAYER_ACTION
-        # Some games mix up the arguments of a move's message: its text is no text.
-        return "\n".join(
-            text.strip() for _, text, kind in said if isinstance(text, str) and kind != move
-        )
+        return "\n".join(text.strip() for _, text, kind in said if kind != move)
 
 
 def load_game(name: str) -> type[Game]:
