@@ -59,7 +59,9 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = "sort"  # sort | guess | jsonl | parquet | hf | tfds | a package: docs/data.md
+    data.source = (
+        "sort"  # sort | product | guess | jsonl | parquet | hf | tfds | packages: docs/data.md
+    )
     data.name = "sort"  # data set: hub id or TFDS name; task, game or taskset of a package
     data.path = ""  # file or directory of jsonl and parquet; local files of hf and tfds
     data.eval_path = ""  # held-out file; "": eval_split, or else the end of the source
@@ -139,7 +141,7 @@ def base() -> ConfigDict:
     rollout.partial = 0  # prompts decoded beside the batch and finished a step later; 0: off
 
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
-    environment.name = ""  # "": one turn | guess | calculator | module:Class | docs/agents.md
+    environment.name = ""  # "" (one turn) | guess | calculator | python | see docs/agents.md
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
     environment.allow_unfinished = 0.0  # share of the episodes that a turn does not wait for
 

@@ -137,7 +137,7 @@ def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
     assert (tmp_path / "policy" / "config.json").exists()
 
 
-@pytest.mark.parametrize("file", ["grpo", "ppo", "dapo", "multiturn"])
+@pytest.mark.parametrize("file", ["grpo", "ppo", "dapo", "multiturn", "tool"])
 def test_a_preset_says_its_command_and_what_to_expect(file):
     path = f"configs/{file}.py"
     module = runpy.run_path(str(ROOT / path))

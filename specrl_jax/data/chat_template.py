@@ -15,6 +15,12 @@ _TODAY = datetime.date(2025, 1, 1)
 _ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 _MARK = "\u241e"  # stands for a response, and for the end of a prompt
 _RESPONSE = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
+# Turns of a policy that many templates change, by what they change.
+TURNS = {
+    "a plain turn": "a",
+    "blanks at the ends of a turn": "\n a \n",
+    "a thought": "<think>\na\n</think>\n\na",
+}
 
 
 class ChatTemplate:
@@ -88,6 +94,13 @@ class ChatTemplate:
         if not mark:
             raise ValueError(f"{self._source} must have a chat template that writes every turn")
         return rest
+
+    def takes(self, role: str) -> bool:
+        """Return whether a message of this role may follow a response, and is written."""
+        try:
+            return _MARK in self.write_next([{"role": role, "content": _MARK}])
+        except ValueError:
+            return False
 
     def write_end(self) -> str:
         """Return what follows a response that is the last message, "" where it is not written."""

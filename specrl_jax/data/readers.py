@@ -273,6 +273,31 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
     return _numbered("sort", rows[start:], start)
 
 
+def _read_product(data: Any, start: int, stop: int, seed: int) -> Rows:
+    """Make products, none twice: "12*34=" asks for "408".
+
+    The column `solution` has the policy ask the tool `python` and say what it is told.
+    """
+    least, most = _whole_numbers(data, {"min_value": 100, "max_value": 999}).values()
+    if not 0 <= least <= most:
+        rule = "0 <= min_value <= max_value for product"
+        raise ValueError(f"data.options must have {rule}, got {least} and {most}")
+    rng = random.Random(f"product {seed}")
+    pairs: dict[tuple[int, int], int] = {}
+    while len(pairs) < min(stop, (most - least + 1) ** 2):
+        first, second = rng.randint(least, most), rng.randint(least, most)
+        pairs[first, second] = first * second
+    rows = [
+        {
+            data.prompt_field: f"{a}*{b}=",
+            data.answer_field: str(answer),
+            "solution": f"<tool_call>{a}*{b}</tool_call>{answer}\n{answer}",
+        }
+        for (a, b), answer in pairs.items()
+    ]
+    return _numbered("product", rows[start:], start)
+
+
 def _read_guess(data: Any, split: str) -> Rows:
     """Make problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
     low, high = _whole_numbers(data, {"low": 0, "high": 9}).values()
@@ -302,6 +327,7 @@ def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
 
 READERS: dict[str, SplitReader | EndlessReader] = {
     "sort": EndlessReader(_read_sort),
+    "product": EndlessReader(_read_product),
     "reasoning_gym": EndlessReader(_read_reasoning_gym),
     "textarena": EndlessReader(_read_episodes, plays=True),
     "verifiers": EndlessReader(_read_episodes, plays=True),

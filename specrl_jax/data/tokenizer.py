@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.data import gguf_tokenizer
-from specrl_jax.data.chat_template import ChatTemplate, Messages
+from specrl_jax.data.chat_template import TURNS, ChatTemplate, Messages
 from specrl_jax.data.control_tokens import ControlTokens
 from specrl_jax.inputs import one_line, read_json, resolve_source
 
@@ -117,12 +117,16 @@ class CharacterTokenizer:
         """Return "": no text writes the pad or the end."""
         return ""
 
-    def encode_turn(self, text: str, has_end: bool = True) -> list[int]:
-        """Ids of a user's answer, from a response's end to the next response's first token.
+    def encode_turn(self, text: str, has_end: bool = True, role: str = "user") -> list[int]:
+        """Ids of an answer, from a response's end to the next response's first token.
 
-        has_end: the response has the token that ends it.
+        has_end: the response has the token that ends it. role: who answers, "user" or "tool".
         """
         return self.encode(text)
+
+    def changed_turns(self) -> str:
+        """Return "": there is no chat template."""
+        return ""
 
     def token_texts(self) -> list[str]:
         """Return what each of the V tokens adds to a text."""
@@ -261,12 +265,54 @@ class HuggingFaceTokenizer:
         texts = decode([[first, token] for token in range(self.vocab_size)])
         return [text.removeprefix(before) for text in texts]
 
-    def encode_turn(self, text: str, has_end: bool = True) -> list[int]:
+    def encode_turn(self, text: str, has_end: bool = True, role: str = "user") -> list[int]:
         if self._template is None:
             return self.encode(text)
-        message = {"role": "user", "content": text}
+        message = {"role": self._tool_role if role == "tool" else role, "content": text}
         ids = self._control.encode([message], self._template.write_next)
         return ids[1:] if has_end and ids and ids[0] in self.eos_ids else ids
+
+    @functools.cached_property
+    def _tool_role(self) -> str:
+        """Role in which a tool speaks: a template that knows no tools has the user speak."""
+        return "tool" if self._template.takes("tool") else "user"
+
+    def changed_turns(self) -> str:
+        """Say in one line which turns a template changes once others follow; "" where none.
+
+        The ids of a whole chat are compared with those of a row: the prompt, and each turn, as it
+        was said and with its end, followed by `encode_turn`.
+        """
+        if self._template is None:
+            return ""
+        changed = []
+        for name, turn in TURNS.items():
+            for role in sorted({"user", self._tool_role}):
+                if parts := self._parts(turn, role):
+                    changed.append(f"{name}, before the role {role}, {parts}")
+        if not changed:
+            return ""
+        return (
+            f"the chat template of {self._source} changes turns once others follow, and rows keep "
+            f"them: {'; '.join(changed)}"
+        )
+
+    def _parts(self, turn: str, role: str) -> str:
+        """Say what the template makes of two such turns of a row; "" where it changes none."""
+        user = {"role": "user", "content": "a"}
+        chat = [user]
+        row = self.encode_prompt((user,))
+        for _ in range(2):
+            chat += [{"role": "assistant", "content": turn}, {"role": role, "content": "b"}]
+            row += [*self.encode(turn), self.end_id, *self.encode_turn("b", role=role)]
+        whole = self._control.encode(chat, self._template.write)
+        if row == whole:
+            return ""
+        pairs = itertools.zip_longest(row, whole)
+        first = next(i for i, (own, others) in enumerate(pairs) if own != others)
+        begin = max(first - 2, 0)
+        texts = [self.decode(ids[begin : first + 6], keep_special=True) for ids in (row, whole)]
+        return f"{texts[0]!r} becomes {texts[1]!r}"
 
     @functools.cached_property
     def end_id(self) -> int:

@@ -53,7 +53,7 @@ def score_code(response: str, answer: str, task: str, metadata: dict) -> float:
 def _passes_cases(response: str, cases: list[Case]) -> bool:
     is_program = not any(case.function for case in cases)
     code = code_of(response, is_program)
-    with _Solution() as solution:
+    with CodeProcess() as solution:
         try:
             if not is_program:
                 solution.ask("load", code, _IMPORTS)
@@ -66,7 +66,7 @@ def _passes_cases(response: str, cases: list[Case]) -> bool:
             return False
 
 
-def _passes(solution: "_Solution", code: str, case: Case) -> bool:
+def _passes(solution: "CodeProcess", code: str, case: Case) -> bool:
     if not case.function:
         status, output = solution.ask("run", code, case.given)
         return status == 0 and lines_of(output) in map(lines_of, case.expected)
@@ -84,7 +84,7 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
     own = {*vars(builtins), *names} - {tests.last}
     program = compile(tests.program, "the tests", "exec")
     is_rest = code.lstrip("\r\n")[:1] in (" ", "\t")  # of the last function of the head
-    with _Solution() as solution:
+    with CodeProcess() as solution:
         try:
             solution.ask("load", (tests.unfinished if is_rest else tests.head) + code, "")
             for name in sorted(tests.used - own):
@@ -124,8 +124,8 @@ class _BrokenError(BaseException):
 # The process of the response ----------------------------------------------------------------------
 
 
-class _Solution(contextlib.AbstractContextManager):
-    """Process with a response's code, as the tests see it."""
+class CodeProcess(contextlib.AbstractContextManager):
+    """Process with a response's code, as tests and tools see it."""
 
     def __init__(self):
         self.calls = 0  # of what the response has defined
@@ -195,7 +195,7 @@ class _Solution(contextlib.AbstractContextManager):
 class Function:
     """A function or a class of the response as the tests see it, or its object Solution()."""
 
-    def __init__(self, solution: _Solution, path: str):
+    def __init__(self, solution: CodeProcess, path: str):
         self._solution = solution
         self._path = path
 

@@ -1,4 +1,4 @@
-"""Program of the process that runs the code of a response, for the reward `code`.
+"""Program of the process that runs the code of a response, for `code` and the tool `python`.
 
 `code` starts this file in an interpreter of its own, whose memory never held the tests. It reads
 requests, each a line of JSON, and answers each with a line. It imports nothing of this package: a
@@ -233,7 +233,47 @@ def _run_and_end(code: str) -> NoReturn:
         os._exit(status)
 
 
-REQUESTS = {"begin": _begin, "load": _load, "get": _get, "call": _call, "run": _run}
+# A console ----------------------------------------------------------------------------------------
+
+_CONSOLE: dict[str, Any] = {"__name__": "__main__"}  # names that stay
+
+
+def _console(code: str, most: int) -> list:
+    """Return what code prints, then the value of its last expression, or the error's last line.
+
+    most: characters; a longer text is cut.
+    """
+    import ast
+    import contextlib
+    import io
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            tree = ast.parse(code, "the call")
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "the call", "exec"), _CONSOLE)
+            if last:
+                value = eval(compile(ast.Expression(last.value), "the call", "eval"), _CONSOLE)
+                if value is not None:
+                    _CONSOLE["_"] = value
+                    print(repr(value))
+        except BaseException as error:  # SystemExit too
+            lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
+            print(lines[-1])
+    output.seek(0)
+    text = output.read(most + 1)
+    return [text if len(text) <= most else text[:most] + "...\n"]
+
+
+REQUESTS = {
+    "begin": _begin,
+    "load": _load,
+    "get": _get,
+    "call": _call,
+    "run": _run,
+    "console": _console,
+}
 
 if __name__ == "__main__":
     serve()

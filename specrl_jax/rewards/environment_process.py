@@ -97,12 +97,13 @@ class _Template(worker_process.Template):
 
     def load(self) -> bool:
         self._loaded = load(self._settings.name)
+        getattr(self._loaded.make, "prepare", lambda: None)()
         self._held: dict[int, _Held] = {}
         self._ended: list[int] = []  # keepers to be reaped
         self._beside = 0
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each episode
-        return False
+        return getattr(self._loaded.make, "starts_program", False)
 
     def serve_next(self) -> None:
         """Wait for the parent or a keeper, take what it sends, and start steps."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from specrl_jax.inputs import require_package
+from specrl_jax.rewards.python_tool import PythonTool
 from specrl_jax.rewards.scorers import load_by_name
 
 MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
@@ -33,7 +34,9 @@ class Environment(Protocol):
 
     A class may say `replayable = True`: the same responses get the same answers, and soon. An
     episode whose process ends unexpectedly is then played again. It may say `contained = False`:
-    the class is trusted, and keeps the network and the files of its user.
+    the class is trusted, and keeps the network and the files of its user. `starts_program = True`:
+    it runs what a response says in a program of its own. A `prepare()` is called once, before the
+    processes of episodes are forked, to import what all of them need.
     """
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
@@ -121,7 +124,11 @@ def _value(node: ast.expr) -> int | float:
     return value
 
 
-ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"guess": Guess, "calculator": Calculator}
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
+    "guess": Guess,
+    "calculator": Calculator,
+    "python": PythonTool,
+}
 
 
 def _textarena(game: str) -> Callable[[], Environment]:

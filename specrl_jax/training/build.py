@@ -110,6 +110,8 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         "threshold": settings.threshold,
     }
     if environment.name:
+        if changed := tokenizer.changed_turns():
+            print(f"environment: {changed}", flush=True)
         pool = EnvironmentPool(environment.name, **limits)
     else:
         texts = {"format": settings.format, "extract": settings.extract}

@@ -355,7 +355,7 @@ class _Episodes:
             return None
         has_end = tokens[row, lens[row] - 1] in self.spec.eos_ids
         try:
-            ids = self.scorer.tokenizer.encode_turn(answer.observation, has_end)
+            ids = self.scorer.tokenizer.encode_turn(answer.observation, has_end, answer.role)
         except ValueError as error:  # a character that the policy has no token for
             self._note(row, 0.0, reason(error))
             return None

@@ -64,6 +64,13 @@ def family(request, tmp_path_factory):
         control = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"]
         return HuggingFaceTokenizer(folder / "t.gguf", **options), control
     template, special, others, bos, eos = FAMILIES[request.param]
+    write_tokenizer(folder, template, special, others, bos, eos)
+    turns = [x for x in others if x != "<think>"]
+    return HuggingFaceTokenizer(folder, **options), [*special, *turns]
+
+
+def write_tokenizer(folder, template, special, others, bos, eos):
+    """Bytes, and what a few words merge."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -75,8 +82,6 @@ def family(request, tmp_path_factory):
     backend.save(str(folder / "tokenizer.json"))
     values = {"bos_token": bos, "eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    turns = [x for x in others if x != "<think>"]
-    return HuggingFaceTokenizer(folder, **options), [*special, *turns]
 
 
 def chat_of(*contents):

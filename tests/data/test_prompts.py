@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from small_runs import line_of, preset
+from small_runs import line_of, play, preset
 
 from specrl_jax.data.prompts import (
     concatenate,
@@ -22,6 +22,7 @@ from specrl_jax.data.prompts import (
 )
 from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.rewards.python_tool import PythonTool, find_call
 
 ROWS = [
     {"question": f"How much is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i:,}"}
@@ -247,9 +248,28 @@ def test_numbers_to_sort():
     assert {n for e in data.train for n in e.answer.split(" ")} == {*map(str, range(13))}
 
 
-def test_a_row_is_a_function_of_seed_and_index():
+def test_products_and_how_a_tool_is_asked_for_them():
+    settings = {"name": "product", "answer_pattern": "", "prompts": 40, "eval_prompts": 10}
+    data = load_examples(config("product", **settings, options={"max_value": 120}))
+    assert len({e.prompt for e in data.train + data.eval}) == 50
+    for example in data.train + data.eval:
+        first, second = map(int, example.prompt.removesuffix("=").split("*"))
+        assert example.answer == str(first * second)
+        call = f"<tool_call>{first}*{second}</tool_call>"
+        said, _, end = solution(example, "solution").removeprefix(call).partition("\n")
+        assert said == end == example.answer
+        assert play(PythonTool, [end], example.answer) == ("", 1.0, True)
+        assert find_call(call) == f"{first}*{second}"
+    wrong = config("product", **settings, options={"min_value": 3, "max_value": 2})
+    rule = "data.options must have 0 <= min_value <= max_value for product, got 3 and 2"
+    assert line_of(load_examples, wrong) == rule
+
+
+@pytest.mark.parametrize("source", ["sort", "product"])
+def test_a_row_is_a_function_of_seed_and_index(source):
     def rows(start, stop, seed):
-        return [str(row) for row in READERS["sort"].read(sort().data, start, stop, seed)]
+        settings = config(source, prompts=40, eval_prompts=10)
+        return [str(row) for row in READERS[source].read(settings.data, start, stop, seed)]
 
     assert rows(20, 30, seed=5) == rows(0, 40, seed=5)[20:30]
     assert not {*rows(0, 30, seed=4), *rows(0, 30, seed=6)} & {*rows(0, 30, seed=5)}

@@ -82,6 +82,6 @@ def test_a_users_own_class():
     assert len(take_step(make(), "x").observation) == MAX_OBSERVATION
     for name in ("nothing", "no.module:It", "test_environments:MAX_OBSERVATION", "__main__:It"):
         with pytest.raises(
-            ValueError, match=r"^environment\.name must be one of guess, calculator "
+            ValueError, match=r"^environment\.name must be one of guess, calculator, python "
         ):
             load_environment(name)

@@ -130,6 +130,24 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     assert not played.scores.failed.any()
 
 
+def test_an_answer_is_written_in_its_role(mesh, pool, plain, monkeypatch):
+    written = []
+
+    def encode_turn(text, has_end, role):
+        written.append(role)
+        return TOKENIZER.encode(text)
+
+    def collect(*args, answers=pool.collect):
+        return {i: answer._replace(role="tool") for i, answer in answers(*args).items()}
+
+    monkeypatch.setattr(TOKENIZER, "encode_turn", encode_turn)
+    monkeypatch.setattr(pool, "collect", collect)
+    played = run(pool, spec_of(accept="match"), plain[2], prompts_of())
+    expected = np.where(plain[0].turns.roles == "user", "tool", "")
+    np.testing.assert_array_equal(played.turns.roles, expected)
+    assert {*written} == {"tool"}
+
+
 def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
     played, params, _ = plain

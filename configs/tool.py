@@ -1,0 +1,47 @@
+"""GRPO with a tool: multiply numbers of three digits by asking Python.
+
+    python launch/train.py --config=configs/tool.py
+
+All other fields are those of configs/grpo.py:micro. A policy of random weights sees some
+demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, of which Python says all but the
+call and the last number. It then learns to ask and to copy without mistakes. The tool's tokens are
+never trained on in episodes.
+
+Expect TODO. It teaches how a tool is called.
+
+Measured: TODO.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+_GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
+
+
+def get_config(preset: str = "micro") -> ConfigDict:
+    """Return the configuration of the preset micro; raises ValueError on another name."""
+    if preset != "micro":
+        raise ValueError(f"preset must be micro, got {preset!r}")
+    config = _GRPO["get_config"](preset)
+    config.environment.name = "python"
+    config.environment.max_turns = 2
+    config.rollout.stop = "</tool_call>"
+    config.tokenizer.alphabet = "".join(map(chr, range(32, 127))) + "\n"  # what errors are said in
+    config.data.source = "product"
+    config.data.name = "product"
+    config.data.options = ConfigDict({"min_value": 100, "max_value": 999})
+    config.data.solution_field = "solution"
+    config.data.prompts = 256
+    config.data.prompt_len = 8
+    config.warmup.mistake_rate = 0.0
+    config.warmup.steps = 160
+    config.rollout.response_len = 48
+    config.rollout.prompts_per_step = 16
+    config.rollout.group_size = 8
+    config.updates.mini_batch_size = 64
+    config.updates.learning_rate = 1e-3
+    config.evaluate.every = 16
+    config.train.steps = 16
+    return config
