@@ -59,9 +59,7 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = (
-        "sort"  # sort | product | guess | jsonl | parquet | hf | tfds | packages: docs/data.md
-    )
+    data.source = "sort"  # sort | product | guess | jsonl | parquet | hf | tfds | see docs/data.md
     data.name = "sort"  # data set: hub id or TFDS name; task, game or taskset of a package
     data.path = ""  # file or directory of jsonl and parquet; local files of hf and tfds
     data.eval_path = ""  # held-out file; "": eval_split, or else the end of the source
