@@ -345,12 +345,8 @@ async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator[None]:
                 if owner is task:
                     await toolset.setup_task(task.data)
                 loop.tools[toolset.server_name] = _serve(toolset, loop)
-            owner.toolsets = functools.partial(_first, elsewhere)
+            owner.toolsets = lambda config, served=elsewhere: served
         yield
-
-
-def _first(value: Any, *_: Any) -> Any:
-    return value
 
 
 def _serve(toolset: vf.Toolset, loop: _ChatLoop) -> MCPServer:
