@@ -59,8 +59,8 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = "sort"  # sort | product | guess | reasoning_gym | jsonl | parquet | hf | tfds
-    data.name = "sort"  # of a data set: hub id or TFDS name; of reasoning_gym: the task
+    data.source = "sort"  # sort | product | guess | jsonl | parquet | hf | tfds | see docs/data.md
+    data.name = "sort"  # data set: hub id or TFDS name; task, game or taskset of a package
     data.path = ""  # file or directory of jsonl and parquet; local files of hf and tfds
     data.eval_path = ""  # held-out file; "": eval_split, or else the end of the source
     data.options = options = ConfigDict()  # of sort, the game, the task or the data set
@@ -139,7 +139,7 @@ def base() -> ConfigDict:
     rollout.partial = 0  # prompts decoded beside the batch and finished a step later; 0: off
 
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
-    environment.name = ""  # "" (one turn, see reward) | guess | calculator | python | module:Class
+    environment.name = ""  # "" (one turn) | guess | calculator | python | see docs/agents.md
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
     environment.allow_unfinished = 0.5  # share of the episodes that the others do not wait for
 

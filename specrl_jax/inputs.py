@@ -40,6 +40,13 @@ def reason(error: BaseException) -> str:
     return words if type(error) is ValueError else f"{kind}: {words}"
 
 
+def require_package(module: str, extra: str, what: str) -> None:
+    """Raise ValueError in one line where a package, which `what` needs, is not installed."""
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ValueError(f"{what} needs {package}: pip install -e '.[{extra}]' in the clone")
+
+
 def printable(text: str) -> str:
     """Return the text as one line for a terminal: a control character is a blank."""
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())

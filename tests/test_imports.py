@@ -32,7 +32,10 @@ ALLOWED = {
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},
-    "data": {"inputs", "models/gguf", "rewards/environments", "rewards/scorers", "types"},
+    "data": {
+        "inputs", "models/gguf", "rewards/environments", "rewards/scorers",
+        "rewards/textarena_games", "rewards/verifiers_tasks", "types",
+    },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"config", "hosts", "inputs", "sharding"},
     "process/hardware": set(),

@@ -242,6 +242,10 @@ def _forks(config: ConfigDict) -> Iterator[Check]:
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:
+    if meaning(config, "data.source").plays:
+        name = f"{config.data.source}:{config.data.name}"
+        rule = f"{name} where data.source is {config.data.source} and data.name {config.data.name}"
+        yield "environment.name", rule, config.environment.name == name
     if not config.environment.name:
         return
     rollout = config.rollout
@@ -285,10 +289,11 @@ def _solutions(config: ConfigDict) -> Iterator[Check]:
     field = config.data.solution_field
     warmup = config.warmup
     endless = meaning(config, "data.source").endless
+    plays = meaning(config, "data.source").plays
     turns = config.environment.name
     if warmup.steps:
         rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
-        yield "warmup.steps", rule, endless or not turns
+        yield "warmup.steps", rule, not turns or (endless and not plays)
         rule = f"> 0 where data.source is {source} (it has no end)"
         yield "warmup.examples", rule, warmup.examples > 0 or not endless
         where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specrl_jax.data.gym_process import read_items, require_reasoning_gym
-from specrl_jax.inputs import json_object, one_line, reason, user_path
+from specrl_jax.data.item_process import read_items
+from specrl_jax.inputs import json_object, one_line, reason, require_package, user_path
 
 MAX_GUESS_RANGE = 100  # numbers; the problems of the game grow with the cube
 MAX_NUMBERS = 1000  # to sort
@@ -38,6 +38,7 @@ class SplitReader:
     reads_files: bool = True  # data.path and data.split say which
     takes_options: bool = False  # data.options
     endless = False
+    plays = False
 
     def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
         """Rows to train on, and rows to hold out: of data.eval_path, or of data.eval_split where
@@ -64,6 +65,7 @@ class EndlessReader:
     indices, held-out ones follow, and then there are more for demonstrations."""
 
     read: Callable[[Any, int, int, int], Rows]  # (config.data, start, stop, seed) → rows
+    plays: bool = False  # its problems are episodes of the environment SOURCE:NAME
     reads_files = False
     takes_options = True
     endless = True
@@ -233,10 +235,23 @@ def _read_tfds(data: Any, split: str) -> Rows:
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
-    require_reasoning_gym("data.source=reasoning_gym")
+    require_package("reasoning_gym", "tasks", "data.source=reasoning_gym")
+    return _numbered(data.name, _items(data, start, stop, seed), start)
+
+
+def _read_episodes(data: Any, start: int, stop: int, seed: int) -> Rows:
+    """Read problems that an environment of a package plays: prompt, answer, what else it needs."""
+    require_package(data.source, "agents", f"data.source={data.source}")
+    rows = []
+    for item in _items(data, start, stop, seed):
+        columns = {data.prompt_field: item.pop("prompt"), data.answer_field: item.pop("answer")}
+        rows.append(item | columns)
+    return _numbered(data.name, rows, start)
+
+
+def _items(data: Any, start: int, stop: int, seed: int) -> list[dict]:
     with one_line(f"data.name {data.name!r} with data.options"):
-        items = read_items(data.name, data.options.to_dict(), seed, start, stop)
-    return _numbered(data.name, items, start)
+        return read_items(data.source, data.name, data.options.to_dict(), seed, start, stop)
 
 
 def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
@@ -314,6 +329,8 @@ READERS: dict[str, SplitReader | EndlessReader] = {
     "sort": EndlessReader(_read_sort),
     "product": EndlessReader(_read_product),
     "reasoning_gym": EndlessReader(_read_reasoning_gym),
+    "textarena": EndlessReader(_read_episodes, plays=True),
+    "verifiers": EndlessReader(_read_episodes, plays=True),
     "guess": SplitReader(_read_guess, reads_files=False, takes_options=True),
     "jsonl": SplitReader(lambda data, split: _read_jsonl(_files(data.path, split, ".jsonl"))),
     "parquet": SplitReader(lambda data, split: _read_parquet(_files(data.path, split, ".parquet"))),

@@ -23,10 +23,10 @@ from ml_collections import ConfigDict
 from specrl_jax.compile.fit import fit_evaluation
 from specrl_jax.config import validate
 from specrl_jax.config.fields import OF_TASK
-from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluation.saved_policy import SavedPolicy
+from specrl_jax.inputs import require_package
 from specrl_jax.rewards.scorers import SCORERS
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.training.build import make_scorer
@@ -165,7 +165,7 @@ def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
 
 
 def _check_task(name: str) -> None:
-    require_reasoning_gym(f"--tasks={REASONING_GYM}:{name}")
+    require_package("reasoning_gym", "tasks", f"--tasks={REASONING_GYM}:{name}")
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from specrl_jax.inputs import require_package
 from specrl_jax.rewards.python_tool import PythonTool
 from specrl_jax.rewards.scorers import load_by_name
 
@@ -130,8 +131,32 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
 }
 
 
+def _textarena(game: str) -> Callable[[], Environment]:
+    require_package("textarena", "agents", f"environment.name=textarena:{game}")
+    from specrl_jax.rewards.textarena_games import load_game
+
+    return load_game(game)
+
+
+def _verifiers(name: str) -> Callable[[], Environment]:
+    require_package("verifiers", "agents", f"environment.name=verifiers:{name}")
+    from specrl_jax.rewards.verifiers_tasks import load_taskset
+
+    return load_taskset(name)
+
+
+# Packages of environments, by what stands before a colon in environment.name.
+PACKAGES: dict[str, Callable[[str], Callable[[], Environment]]] = {
+    "textarena": _textarena,
+    "verifiers": _verifiers,
+}
+
+
 def load_environment(name: str) -> Callable[[], Environment]:
     """Return the class called `name`; ValueError in one line if there is none."""
+    package, _, environment = name.partition(":")
+    if package in PACKAGES and environment:
+        return PACKAGES[package](environment)
 
     def check(environment: Callable[[], Environment]) -> None:
         if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):
@@ -144,7 +169,8 @@ def load_environment(name: str) -> Callable[[], Environment]:
                 f"its reset takes {str(reset)[:60]}; it must take (self, answer, task, metadata)"
             ) from None
 
-    return load_by_name("environment.name", ENVIRONMENTS, name, "module:Class", check)
+    usage = f"{':.., '.join(PACKAGES)}:.., module:Class"
+    return load_by_name("environment.name", ENVIRONMENTS, name, usage, check)
 
 
 def take_step(environment: Environment, response: str) -> Step:

@@ -28,6 +28,8 @@ BROKEN = {
 SPEED = {"curriculum.name": "speed"}
 DAPO = {"algorithm.dynamic_sampling": True}
 GUESS = {"environment.name": "guess"}
+GAME = {"data.source": "textarena", "data.name": "2048-v0"}
+PLAYED = {"environment.name": "textarena:2048-v0"}
 SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
@@ -93,6 +95,8 @@ IMPOSSIBLE = [
     ({"warmup.steps": 1, "data.solution_field": "b"}, "warmup.mistake_rate", "field is 'b'"),
     ({"warmup.steps": 1, "warmup.examples": 0}, "warmup.examples", "> 0 where data.source is sort"),
     (GUESS | {"warmup.steps": 1, "data.source": "guess"}, "warmup.steps", "source is guess"),
+    (GUESS | GAME, "environment.name", "textarena:2048-v0 where data.source is textarena"),
+    (GAME | PLAYED | {"warmup.steps": 1}, "warmup.steps", "source is textarena"),
     (GUESS | SOLUTIONS, "algorithm.solution_coef", "0 where environment.name is set"),
     (SOLUTIONS | {"critic.kind": "head"}, "algorithm.solution_coef", "0 where critic.kind is head"),
     (SOLUTIONS | DAPO, "algorithm.solution_coef", "0 where algorithm.dynamic_sampling is True"),

@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym: splits, one hash seed for all processes, tasks without an answer."""
+"""Tasks of packages: splits, one hash seed for all processes, tasks without an answer."""
 
 import itertools
 import json
@@ -12,7 +12,8 @@ import pytest
 from small_runs import ROOT, line_of
 from test_prompts import config
 
-from specrl_jax.data import gym_process
+from specrl_jax import inputs
+from specrl_jax.data import item_process
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.workers import RewardPool
 
@@ -27,7 +28,7 @@ def gym(name="number_sorting", seed=0, reward="exact", **changes):
 
 
 def test_without_reasoning_gym_one_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(gym_process.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     line = line_of(load_examples, gym())
     assert line == (
         "data.source=reasoning_gym needs reasoning-gym: pip install -e '.[tasks]' in the clone"
@@ -38,7 +39,7 @@ def test_splits_by_index():
     reasoning_gym = pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
     options = {"min_numbers": 1, "max_numbers": 1, "min_value": 0, "max_value": 9}
     data = load_examples(gym(seed=3, options=options))
-    seed = gym_process.task_seed(3)
+    seed = item_process.task_seed(3)
     task = reasoning_gym.create_dataset("number_sorting", seed=seed, size=50, **options)
     questions = [task[i]["question"] for i in range(50)]
     assert [e.prompt for e in data.eval] == list(dict.fromkeys(questions[40:]))
@@ -55,7 +56,7 @@ def test_runs_of_nearby_seeds_share_no_problem():
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
 
     def questions(task, seed):
-        return {item["question"] for item in gym_process._items(task, {}, seed, 0, 40)}
+        return {item["question"] for item in item_process._gym_items(task, {}, seed, 0, 40)}
 
     # The second task has a generator that takes no seed beyond 32 bits.
     for task, largest in (("number_sorting", 2), ("pool_matrix", 2**31 - 1)):
@@ -66,10 +67,10 @@ def test_runs_of_nearby_seeds_share_no_problem():
 def test_seeds_of_tasks_are_far_apart():
     """All that differ by less than 4,096: the distance depends on the difference alone."""
     whole = 2**31
-    distances = [gym_process.task_seed(seed) for seed in range(1, 4096)]
+    distances = [item_process.task_seed(seed) for seed in range(1, 4096)]
     assert min(min(x, whole - x) for x in distances) > 370_000
-    assert gym_process.task_seed(0) == 0
-    assert gym_process.task_seed(whole - 1) == whole - gym_process.task_seed(1)
+    assert item_process.task_seed(0) == 0
+    assert item_process.task_seed(whole - 1) == whole - item_process.task_seed(1)
 
 
 def test_unknown_task_or_option():
@@ -85,14 +86,16 @@ def test_every_process_has_the_same_rows():
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
     tasks = ("ransom_note", "list_functions")
     code = (
-        "import json; from specrl_jax.data.gym_process import read_items; "
-        f"print(json.dumps([read_items(x, {{}}, 1, 2, 9) for x in {tasks!r}]))"
+        "import json; from specrl_jax.data.item_process import read_items; "
+        f"print(json.dumps([read_items('reasoning_gym', x, {{}}, 1, 2, 9) for x in {tasks!r}]))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, check=True)
     of_another = [items[3:] for items in json.loads(done.stdout)]
-    assert [gym_process.read_items(task, {}, 1, 5, 9) for task in tasks] == of_another
+    assert [
+        item_process.read_items("reasoning_gym", task, {}, 1, 5, 9) for task in tasks
+    ] == of_another
 
 
 def colouring(puzzle) -> str:

@@ -1,17 +1,19 @@
-"""Rows of reasoning_gym's tasks, made in a process of their own.
+"""Problems of packages, made in a process of their own.
 
-Some tasks go through sets of texts, whose order depends on the process's hash seed, or draw from
-Python's global generator. Here both are fixed, so that a seed gives the same rows in every process.
+Some go through sets of texts, whose order depends on the process's hash seed, or draw from
+Python's global generator. Here both are fixed, so that a seed gives the same items in every
+process.
 """
 
 import contextlib
-import importlib.util
+import itertools
 import json
 import os
 import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from specrl_jax.inputs import json_value, reason
@@ -30,16 +32,19 @@ def task_seed(seed: int) -> int:
     return seed * _STEP % _SEEDS
 
 
-def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
-    """Return items `start` to `stop` of a task, as JSON has them. Raises ValueError if it fails.
+def read_items(
+    source: str, name: str, options: dict[str, Any], seed: int, start: int, stop: int
+) -> list[dict]:
+    """Return items `start` to `stop`, as JSON has them. Raises ValueError if it fails.
 
-    seed: of the run; items of one seed are not those of another.
+    source: of `SOURCES`. name: of a task, a game or a taskset of the package.
+    seed: of the run; items of one seed are not those of another, unless the package has one order.
     """
     paths = [path for path in sys.path if isinstance(path, str)]
     code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        input=pickle.dumps((name, options, seed, start, stop)),
+        input=pickle.dumps((source, name, options, seed, start, stop)),
         env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
         capture_output=True,
         check=False,
@@ -54,25 +59,20 @@ def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
     return items
 
 
-def require_reasoning_gym(what: str) -> None:
-    """Raise ValueError in one line where reasoning_gym, which `what` needs, is not installed."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"{what} needs reasoning-gym: pip install -e '.[tasks]' in the clone")
-
-
 def main() -> None:
     """Read the request from stdin and write (error or "", items) to stdout."""
     error = ""
     items = "[]"
-    with contextlib.redirect_stdout(sys.stderr):  # tasks print
+    with contextlib.redirect_stdout(sys.stderr):  # packages print
         try:
-            items = json.dumps(_items(*pickle.load(sys.stdin.buffer)), default=json_value)
+            source, *request = pickle.load(sys.stdin.buffer)
+            items = json.dumps(SOURCES[source](*request), default=json_value)
         except (Exception, SystemExit) as raised:
             error = reason(raised)
     sys.stdout.write(f"[{json.dumps(error)}, {items}]")
 
 
-def _items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
+def _gym_items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
     import reasoning_gym
 
     task = reasoning_gym.create_dataset(name, seed=task_seed(seed), size=stop, **options)
@@ -81,3 +81,30 @@ def _items(name: str, options: dict[str, Any], seed: int, start: int, stop: int)
         random.seed(f"{seed}/{index}")
         items.append(task[index])
     return items
+
+
+def _games(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
+    """Return games, each of a seed that is its answer."""
+    from specrl_jax.rewards.textarena_games import load_game
+
+    game = load_game(name)()
+    items = []
+    for index in range(start, stop):
+        first = task_seed(seed) + index
+        prompt = game.begin(first, options)
+        items.append({"prompt": prompt, "answer": str(first), "options": options})
+    return items
+
+
+def _tasks(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
+    """Return tasks in the order of their taskset, whatever the seed."""
+    from specrl_jax.rewards.verifiers_tasks import read_tasks
+
+    return list(itertools.islice(read_tasks(name, options), start, stop))
+
+
+SOURCES: dict[str, Callable[..., list[dict]]] = {
+    "reasoning_gym": _gym_items,
+    "textarena": _games,
+    "verifiers": _tasks,
+}
