@@ -299,7 +299,13 @@ def test_a_report(mesh):
 # Row buckets ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"row_buckets": 3}, {"row_buckets": 2, "max_rows": 16}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"row_buckets": 3}, marks=pytest.mark.slow),
+        {"row_buckets": 2, "max_rows": 16},
+    ],
+)
 def test_simulated_rollouts_run_what_rollouts_run(mesh, changes):
     lens = np.random.default_rng(1).integers(1, 9, 32)
     spec = ref.match_spec(eos=(99,), **changes)

@@ -86,8 +86,20 @@ def test_an_evaluation_takes_the_rows_that_fit_beside_the_policy(mesh, monkeypat
     assert fit.fit_evaluation(given, run.weights, params, rows=64) is given
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1)], ids=["one device", "two"])
-@pytest.mark.parametrize("kind", KINDS)
+# Of each kind one is enough for the check: shards differ in their number alone.
+ON_TWO = ("head", "adapters")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param(
+            kind, (1, devices, 1), marks=[pytest.mark.slow] * ((kind in ON_TWO) != (devices == 2))
+        )
+        for kind in KINDS
+        for devices in (1, 2)
+    ],
+)
 def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
     with jax.set_mesh(make_mesh(*shape)):
         run = run_of(KINDS[kind], **{"rollout.prompts_per_step": 16, "data.prompts": 16})

@@ -159,15 +159,14 @@ def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "slots", "starts", "width"),
+    ("heads", "kv_heads", "slots", "starts", "width", "window", "softcap"),
     [
-        (2, 2, 48, [0, 31, 47], 1),  # one query head for each key/value head
-        (18, 2, 288, [5, 256, 287], 1),  # nine; more slots than are read ahead at once
-        (4, 1, 21, [0, 7, 18], 3),  # slots are padded to a page; wider steps
-        (4, 2, 160, [0, 90, 23], 70),  # queries of several rows in a block
+        (2, 2, 48, [0, 31, 47], 1, 9, 1.5),  # one query head for each key/value head
+        (18, 2, 288, [5, 256, 287], 1, None, 0.0),  # nine; more slots than are read ahead at once
+        (4, 1, 21, [0, 7, 18], 3, None, 0.0),  # slots are padded to a page; wider steps
+        (4, 2, 160, [0, 90, 23], 70, 9, 1.5),  # queries of several rows in a block
     ],
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (9, 1.5)])
 def test_rows_of_a_cache_on_tpu(
     mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, window, softcap
 ):

@@ -19,8 +19,7 @@ from test_workers import descendants, score
 from specrl_jax.rewards import containment, linux, workers
 from specrl_jax.rewards.workers import RewardPool
 
-HOSTILE = 300  # answers, as many others among them
-WEAK = 100  # the same where the system has no namespaces
+WEAK = 100  # answers, as many others among them, where the system has no namespaces
 SEED = 28
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment needs Linux")
@@ -113,9 +112,11 @@ def test_an_answer_cannot_lift_its_memory_limit():
     assert scores.reasons == ("out of memory",)
 
 
-def test_300_hostile_answers_harm_nobody(prey):
+@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_hostile_answers_harm_nobody(prey, count):
+    """As many others are among them."""
     hangs = hostile_answers.HANGS + hostile_answers.BOMBS
-    drill(hostile_answers.choose(SEED, HOSTILE, hangs, **prey.names()), prey)
+    drill(hostile_answers.choose(SEED, count, hangs, **prey.names()), prey)
 
 
 def test_hostile_answers_without_namespaces(prey, monkeypatch):

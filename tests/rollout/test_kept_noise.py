@@ -84,8 +84,11 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [*((kind, (1, 1, 1)) for kind in KINDS), ("previous+tree", (2, 2, 2))],
-)
+    [
+        ("none", (1, 1, 1)), ("previous+tree", (2, 2, 2)),
+        *(pytest.param(x, (1, 1, 1), marks=pytest.mark.slow) for x in KINDS if x != "none"),
+    ],
+)  # fmt: skip
 def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
     """Rows of steps 1, 2 and 3 in one rollout of step 9."""
     width, previous = KINDS[kind]

@@ -134,8 +134,11 @@ def test_previous_responses_of_any_kind(mesh, base, log_lenience):
 
 @pytest.mark.parametrize(
     ("width", "stored"),
-    [(1, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow), (4, False), (8, True)],
-)
+    [
+        (1, False), (4, False), (8, True),
+        *(pytest.param(width, True, marks=pytest.mark.slow) for width in (2, 3)),
+    ],
+)  # fmt: skip
 def test_tree_drafts_at_any_width(mesh, base, width, stored):
     """Without stored responses a row learns from its group and from itself."""
     prompts, plain, old = base
