@@ -50,6 +50,7 @@ def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_pat
         np.testing.assert_array_equal(x, saved(finished, 3)[name], strict=True)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     finished, tmp_path, mesh, capsys, monkeypatch
 ):

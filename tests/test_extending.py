@@ -77,6 +77,7 @@ def test_an_environment(tmp_path):
     assert last["reward/failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_draft_source(tmp_path):
     last = run_recipe(RECIPES["A draft source"], tmp_path)[-1]
     assert last["rollout/tokens_drafted"] > 0
@@ -93,6 +94,7 @@ def test_a_draft_source_with_a_memory(mesh, tmp_path, monkeypatch):
     assert read_metrics(tmp_path)[-1]["rollout/tokens_drafted"] > 0
 
 
+@pytest.mark.slow
 def test_an_acceptance_rule(tmp_path):
     last = run_recipe(RECIPES["An acceptance rule"], tmp_path)[-1]
     assert 0 < last["rollout/draft_accept_rate"] < 1

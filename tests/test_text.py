@@ -64,6 +64,7 @@ def test_input_is_read_whatever_it_holds(monkeypatch, encoding, content, text):
         assert sys.stdin.read() == text
 
 
+@pytest.mark.slow
 def test_a_run_with_emoji_ends_and_goes_on_where_the_terminal_is_ascii(tmp_path):
     rows = [{"question": f"{i} 😀", "answer": str(i)} for i in range(10)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -221,6 +221,7 @@ def test_the_update_scores_what_the_rollout_sampled_or_kept(train):
     assert np.min(saved(workdir, 4)["store.sampling_logprobs"]) == -50
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing(train):
     match = {"rollout.accept": "match", "rollout.noise_epochs": 2}
     drafted = train("drafted", match)

@@ -48,6 +48,7 @@ def run(mesh, tmp_path, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_rollout(run):
     code, cases, text = run("rollout", *SMALL)
     assert code == 0
@@ -71,6 +72,7 @@ def _fail(dtype: str):
     raise ValueError("no limits\nhere")
 
 
+@pytest.mark.slow
 def test_device(run, monkeypatch):
     """Every part gives its figure; one that fails is a line, and the others go on."""
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)

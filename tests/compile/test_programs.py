@@ -46,8 +46,8 @@ KINDS = {
     },
 }  # fmt: skip
 SLOW = [
-    "block", "previous", "previous and tree", "PPO", "DAPO", "turns", "turns that do not wait",
-    "run-ahead", "partial", "adapters",
+    "no drafts", "previous", "block", "kept noise", "previous and tree", "PPO", "DAPO", "SPEED",
+    "turns", "run-ahead", "partial", "adapters",
 ]  # fmt: skip
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 

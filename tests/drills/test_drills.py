@@ -145,14 +145,15 @@ def _run_with_signal(workdir, changes, phase: int, number: int, count: int = 1) 
 
 @pytest.mark.parametrize(
     ("every", "first"),
-    [(2, 0), *(pytest.param(1, first, marks=pytest.mark.slow) for first in (0, 1))],
+    [(4, 0), *(pytest.param(1, first, marks=pytest.mark.slow) for first in (0, 1))],
 )
 def test_signals_in_every_phase(tmp_path, mesh, every, first):
     """SIGTERM and Ctrl-C in turn, then one of them twice; every: of so many phases one."""
-    steps, workdir = len(PHASES) + 3, tmp_path / "stopped"
+    visited, workdir = list(enumerate(PHASES))[::every], tmp_path / "stopped"
+    steps = len(visited) + 3
     changes, numbers = {"train.steps": steps}, (signal.SIGTERM, signal.SIGINT)
     at_once = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
-    for index, phase in list(enumerate(PHASES))[::every]:
+    for index, phase in visited:
         number = numbers[(index // every + first) % 2]
         life = _begin(_run_with_signal, workdir, changes, index, number)
         life.join()
@@ -210,7 +211,8 @@ def _may_mount() -> bool:
     )
 
 
-@pytest.mark.parametrize("kib", [200, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [200, 800])
 def test_a_full_disk_loses_nothing(tmp_path, mesh, kib):
     """A tmpfs that is full in the first checkpoint or a later one, and then has room again."""
     if not _may_mount():

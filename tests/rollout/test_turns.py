@@ -110,7 +110,7 @@ CASES = {
     "head, shards, few rows": (2, HEAD | {"max_rows": 16}),
     "tree, few rows": (1, {"accept": "match", "tree": ref.TREE, "max_width": 4, "max_rows": 12}),
 }
-SLOW = ("head, shards, few rows", "tree, few rows")
+SLOW = ("ratio", "head, shards, few rows", "tree, few rows")
 
 
 @pytest.mark.parametrize(
