@@ -4,12 +4,13 @@
 
 All other fields are those of configs/grpo.py:micro. A policy of random weights sees some
 demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, of which Python says all but the
-call and the last number. It then learns to ask and to copy without mistakes. The tool's tokens are
-never trained on in episodes.
+call and the last number. Then it asks itself. The tool's tokens are never trained on in episodes.
 
-Expect TODO. It teaches how a tool is called.
+Expect a held-out reward near 0.6 from the demonstrations alone. What RL adds in more steps than
+these is not known. It teaches how a tool is called.
 
-Measured: TODO.
+Measured: one seed, on 2 busy CPU cores, held out 0.58 → 0.61 in 16 steps, which is no difference
+within the error. Most of a step starts the processes of 128 episodes.
 """
 
 import runpy
