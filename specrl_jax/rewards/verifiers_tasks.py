@@ -174,6 +174,8 @@ def read_tasks(name: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for task in vf.load_environment(_env_config(name, options)).taskset:
         data = task.data.model_dump(mode="json", exclude_unset=True)
         messages = episode.begin(data, options)
+        if not messages:
+            raise ValueError(f"task {task.data.idx} is over before it asks anything")
         episode.end()
         alone = len(messages) == 1 and messages[0]["role"] == "user"
         yield {
