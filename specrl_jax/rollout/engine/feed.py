@@ -59,7 +59,7 @@ def pack_fed(
     lens: np.ndarray,
     draft_ends: np.ndarray,
 ) -> Fed:
-    """Pack rows int [k] that go on, their slots in the whole batch, and what is fed of each.
+    """Pack rows int [k] that go on, their slots on their shards, and what is fed of each.
 
     shard_rows: rows of the rollout on each shard. starts: as in `Fed`; lens: int32 [k], response
     tokens that the rows have now; draft_ends: int32 [k].
@@ -68,11 +68,12 @@ def pack_fed(
     blocks = -(-buckets.rows[0] // buckets.multiple // block)
     shape = (buckets.multiple, blocks * block)
     fed = Fed(
-        np.int32(0),
-        np.zeros(blocks, np.int32),
-        np.full(shape, -1, np.int32),
-        np.full(shape, PADDING, np.int32),
-        *(np.zeros(shape, np.int32) for _ in range(2)),
+        blocks=np.int32(0),
+        windows=np.zeros(blocks, np.int32),
+        rows=np.full(shape, -1, np.int32),
+        slots=np.full(shape, PADDING, np.int32),
+        starts=np.zeros(shape, np.int32),
+        draft_ends=np.zeros(shape, np.int32),
     )
     counts = np.maximum(lens, draft_ends) - starts
     order = np.argsort(-counts, kind="stable")
