@@ -60,7 +60,7 @@ COVER = cover(CHOICES)
 
 @pytest.mark.parametrize(
     "combination",
-    [pytest.param(c, marks=[pytest.mark.slow] * (i >= 2)) for i, c in enumerate(COVER)],
+    [pytest.param(c, marks=[pytest.mark.slow] * (i >= 1)) for i, c in enumerate(COVER)],
     ids=lambda combination: "-".join(map(str, combination)),
 )
 def test_three_steps(mesh, tmp_path, combination):

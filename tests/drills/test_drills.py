@@ -145,7 +145,7 @@ def _run_with_signal(workdir, changes, phase: int, number: int, count: int = 1) 
 
 @pytest.mark.parametrize(
     ("every", "first"),
-    [(4, 0), *(pytest.param(1, first, marks=pytest.mark.slow) for first in (0, 1))],
+    [(6, 0), *(pytest.param(1, first, marks=pytest.mark.slow) for first in (0, 1))],
 )
 def test_signals_in_every_phase(tmp_path, mesh, every, first):
     """SIGTERM and Ctrl-C in turn, then one of them twice; every: of so many phases one."""

@@ -28,7 +28,13 @@ def spec_for(changes) -> dict:
     return make_spec(accept="match", **changes)
 
 
-@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.slow] * (name == "few rows"))
+        for name, x in PLANS.items()
+    ],
+)
 def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes):
     """Against rollouts of either step alone; what is begun ahead is a beginning, never more."""
     spec, (_, weights) = spec_for(changes), ref.policy()

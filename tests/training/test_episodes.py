@@ -379,7 +379,8 @@ def _config(draft: str, algorithm: str):
     return config
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
     """Losslessly: the same rewards, losses and weights, to rounding."""
     plain, drafted = tmp_path / "plain", tmp_path / "drafted"

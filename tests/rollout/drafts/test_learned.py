@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-SLOW = ("greedy", "widest", "a queue")
+SLOW = ("greedy", "widest", "a queue", "with a tree")
 
 
 @pytest.mark.parametrize(
