@@ -6,11 +6,11 @@ All other fields are those of configs/grpo.py:micro. A policy of random weights 
 demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, of which Python says all but the
 call and the last number. Then it asks itself. The tool's tokens are never trained on in episodes.
 
-Expect a held-out reward near 0.6 from the demonstrations alone. What RL adds in more steps than
-these is not known. It teaches how a tool is called.
+Expect a held-out reward near 0.7, in some six minutes on 2 CPU cores. It teaches how a tool is
+called. Without the tool the same policy answers nothing right.
 
-Measured: one seed, on 2 busy CPU cores, held out 0.58 → 0.61 in 16 steps, which is no difference
-within the error. Most of a step starts the processes of 128 episodes.
+Measured: training reward 0.61 ± 0.04 in steps 1 to 10, 0.74 ± 0.05 in steps 29 to 38 (3 seeds);
+held out 0.54 → 0.71 in 60 steps (one seed). Most of a step starts the processes of 128 episodes.
 """
 
 import runpy
@@ -41,9 +41,11 @@ def get_config(preset: str = "micro") -> ConfigDict:
     config.rollout.response_len = 48
     config.rollout.prompts_per_step = 16
     config.rollout.group_size = 8
-    config.updates.mini_batch_size = 32
+    config.updates.mini_batch_size = 128
+    config.updates.learning_rate = 1e-3
     config.data.eval_prompts = 64
-    config.evaluate.every = 16
+    config.evaluate.every = 30
+    config.evaluate.samples = 4
     config.evaluate.batch_size = 64
-    config.train.steps = 16
+    config.train.steps = 60
     return config
