@@ -276,7 +276,7 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
 def _read_product(data: Any, start: int, stop: int, seed: int) -> Rows:
     """Make products, none twice: "12*34=" asks for "408".
 
-    The column `solution` has the policy ask the tool `python` and say what it is told.
+    The column `solution` has the policy ask the tool `python` and repeat the answer.
     """
     least, most = _whole_numbers(data, {"min_value": 100, "max_value": 999}).values()
     if not 0 <= least <= most:
@@ -285,7 +285,8 @@ def _read_product(data: Any, start: int, stop: int, seed: int) -> Rows:
     rng = random.Random(f"product {seed}")
     pairs: dict[tuple[int, int], int] = {}
     while len(pairs) < min(stop, (most - least + 1) ** 2):
-        first, second = rng.randint(least, most), rng.randint(least, most)
+        first = rng.randint(least, most)
+        second = rng.randint(least, most)
         pairs[first, second] = first * second
     rows = [
         {

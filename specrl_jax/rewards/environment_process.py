@@ -62,6 +62,8 @@ class LoadedEnvironment(NamedTuple):
     contained: bool  # False: the class says `contained = False`
     replayable: bool
     shares: bool  # one process holds all episodes of a worker
+    starts_program: bool
+    prepare: Callable[[], None] | None  # what a worker does once, before it forks
 
 
 def load(name: str) -> LoadedEnvironment:
@@ -70,7 +72,14 @@ def load(name: str) -> LoadedEnvironment:
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
-    return LoadedEnvironment(make, contained, replayable, trusted and replayable)
+    return LoadedEnvironment(
+        make,
+        contained,
+        replayable,
+        shares=trusted and replayable,
+        starts_program=bool(getattr(make, "starts_program", False)),
+        prepare=getattr(make, "prepare", None),
+    )
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -97,13 +106,14 @@ class _Template(worker_process.Template):
 
     def load(self) -> bool:
         self._loaded = load(self._settings.name)
-        getattr(self._loaded.make, "prepare", lambda: None)()
+        if self._loaded.prepare is not None:
+            self._loaded.prepare()
         self._held: dict[int, _Held] = {}
         self._ended: list[int] = []  # keepers to be reaped
         self._beside = 0
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each episode
-        return getattr(self._loaded.make, "starts_program", False)
+        return self._loaded.starts_program
 
     def serve_next(self) -> None:
         """Wait for the parent or a keeper, take what it sends, and start steps."""

@@ -249,7 +249,7 @@ def _parse_turn(response: str, has_tools: bool, position: int) -> dict[str, Any]
 
 
 class _ChatLoop(NullHarness):
-    """The loop of the package's `null` harness, in this process."""
+    """Loop of the package's `null` harness, in this process."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 

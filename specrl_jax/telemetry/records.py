@@ -86,7 +86,7 @@ FIELDS = {
     "ended": (_SWITCH, "true if the last token ends the sequence; false if the response was cut"),
     # end: tokens of the response up to the turn's end. The rewards add up to the episode's. role:
     # of what answered the turn, "user" or "tool"; "" where nothing follows.
-    "turns": (_TURNS, "the policy's turns of an episode; [] or left out of a single response"),
+    "turns": (_TURNS, "the policy's turns of an episode; [] of a single response"),
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
@@ -142,7 +142,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    record = {"turns": []} | json_object(line, where, [x for x in FIELDS if x != "turns"])
+    record = json_object(line, where, FIELDS)
     for name, ((rule, holds), _) in FIELDS.items():
         if not holds(record[name]):
             raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")

@@ -136,15 +136,14 @@ class ResponseScorer:
           and of these the seconds that environments were waited for, as time/environment.
         """
         clock = clock or Stopwatch()
-        inputs = (spec, weights, prompts, noise)
         options = {"carry_over": carry_over, "speculation": speculation}
         if self.max_turns:
             with clock.timed("time/rollout"):
-                episodes = EpisodeRollout(*inputs, **options)
+                episodes = EpisodeRollout(spec, weights, prompts, noise, **options)
             return _Episodes(self, prompts, episodes, clock).play()
         roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
-            result = roll_out(*inputs, **options)
+            result = roll_out(spec, weights, prompts, noise, **options)
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
             return self._score_rollout(prompts, result, tokens, lens)

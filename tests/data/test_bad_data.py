@@ -10,8 +10,8 @@ import sys
 
 import pytest
 from small_runs import line_of, set_field
+from test_gguf_tokenizer import write_gguf
 from test_prompts import ROWS, config, write_jsonl
-from test_tokenizer import write_gguf
 
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer

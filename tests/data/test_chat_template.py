@@ -6,7 +6,7 @@ ask for.
 
 import pytest
 from test_control_tokens import write_tokenizer
-from test_tokenizer import CHATML
+from test_gguf_tokenizer import CHATML
 
 from specrl_jax.data.chat_template import changed_turns
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
@@ -139,14 +139,14 @@ def test_rows_of_turns_are_the_whole_chat_of_transformers(chat, has_end):
     assert roles.get(name, "<|im_start|>tool\n2") in written
 
 
-def test_turns_that_a_template_changes_are_told_in_one_line(chat):
+def test_turns_that_a_template_changes_are_named_in_one_line(chat):
     name, tokenizer = chat
     line = changed_turns(tokenizer, "it")
     assert "\n" not in line
     for kind in ("a plain turn", BLANKS, THOUGHT):
         for role in ("tool", "user"):
-            told = f"{kind}, before the role {role}, " in line
-            assert told == ((kind, role) in CHANGED[name]), (line, kind, role)
+            named = f"{kind}, before the role {role}, " in line
+            assert named == ((kind, role) in CHANGED[name]), (line, kind, role)
     assert bool(line) == bool(CHANGED[name])
 
 
@@ -162,7 +162,7 @@ def test_where_they_are_changed(tmp_path):
 
 
 def test_an_end_that_is_no_token(tmp_path):
-    """The policy's own end stands in a row, and not in the chat."""
+    """A row has the policy's own end, and the chat has none."""
     template = FORMATS["chatml"][0].replace("<|im_end|>", "")
     write_tokenizer(tmp_path, template, *FORMATS["chatml"][1:])
     line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True), "it")

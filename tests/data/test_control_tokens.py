@@ -8,7 +8,7 @@ import json
 
 import pytest
 from small_runs import line_of
-from test_tokenizer import (
+from test_gguf_tokenizer import (
     CHATML,
     GPT2_SPLIT,
     MERGES,

@@ -279,7 +279,7 @@ EPISODES = {
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory, make_mesh):
-    """The work directory of a run on episodes."""
+    """Work directory of a run on episodes."""
     workdir = tmp_path_factory.mktemp("episodes") / "run"
     config = small_config()
     config.data.options = ConfigDict()  # of the game
@@ -290,7 +290,7 @@ def episodes(tmp_path_factory, make_mesh):
 
 
 def _said(line: dict) -> list[str]:
-    """What the policy said between the forced tokens of a recorded episode."""
+    """Texts of the policy between the forced tokens of a recorded episode."""
     bounds = itertools.pairwise([0, *line["token_ends"]])
     pieces = [(source == "f", line["text"][a:b]) for source, (a, b) in zip(line["sources"], bounds)]
     runs = itertools.groupby(pieces, key=lambda piece: piece[0])

@@ -1,4 +1,4 @@
-"""The tool `python`: calls by hand, and episodes in their processes."""
+"""Tool `python`: calls by hand, and episodes in their processes."""
 
 import pytest
 from small_runs import line_of, play
@@ -40,13 +40,17 @@ def test_a_call_is_code_or_names_the_tool():
         ("Rome", {"answer": "Paris"}, 0.0),
         ("It is 1/2.", {"answer": "0.5"}, 1.0),
         ("It is 2.", {"answer": "0.5"}, 0.0),
-        # Part of the credit, as reasoning-gym's own scorer gives.
-        ("it is 7", {"answer": "7", "task": "chain_sum"}, 1 / 7),
     ],
 )
 def test_a_final_answer(response, problem, reward):
-    item = {"answer": problem["answer"], "metadata": {"source_dataset": "chain_sum"}}
-    assert play(PythonTool, [response], **problem, metadata=item) == ("", reward, True)
+    assert play(PythonTool, [response], **problem) == ("", reward, True)
+
+
+def test_a_final_answer_has_part_of_the_credit_that_reasoning_gyms_own_scorer_gives():
+    pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[tasks]'")
+    item = {"answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+    played = play(PythonTool, ["it is 7"], "7", task="chain_sum", metadata=item)
+    assert played == ("", 1 / 7, True)
 
 
 CUT = "a" * MAX_OUTPUT + "...\n"

@@ -39,7 +39,7 @@ def call(name, **arguments):
 
 
 def test_turns_stops_rewards_and_faults():
-    """Of episodes beside each other, each in its process."""
+    """Episodes run beside each other, each in its process."""
     turns = [responses for responses, _, _ in GUESSES] + [[fault] for fault, _ in FAULTS]
     said = [[] for _ in turns]
     last = {}
@@ -68,7 +68,7 @@ def play(name, responses, **data):
 
 
 def test_tools_and_their_state():
-    """A failed call is told to the policy; a call that is no JSON is an answer without a call."""
+    """The policy reads that a call failed; a call that is no JSON is an answer without a call."""
     add = call("add", amount=1)
     responses = [f"I add. {add}{add}", call("bell_ring"), "Done."]
     assert play("verifiers:ledger_taskset", responses, prompt="2!", answer=2) == [

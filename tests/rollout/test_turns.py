@@ -68,7 +68,7 @@ def play(spec, weights, share=0.0, step=1, **carry_over):
 
 
 def play_again(spec, weights, drafts=None, step=1, **carry_over):
-    """The same by a rollout for each turn, which computes all that rows hold again."""
+    """Play the same by a rollout for each turn, which computes all that rows hold again."""
     environment = Environment()
     begun = None
     stats = []

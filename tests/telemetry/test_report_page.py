@@ -25,7 +25,7 @@ def response(step, epoch, sample, token_texts, sources, **changes):
         "answer": "1 2", "text": text, "token_ids": [len(t) for t in token_texts],
         "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
         "reward": float(sample), "by_function": {}, "failed": False, "origin_steps": [1] * count,
-        "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
+        "prefix_len": sources.count("r"), "ended": token_texts[-1] == "", "turns": [],
     }  # fmt: skip
     return line | changes
 

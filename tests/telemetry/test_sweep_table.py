@@ -26,7 +26,7 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
     blank = {"epoch": 1, "prefix_len": 0, "by_function": {}, "reward": 0.5, "failed": False}
     blank["ended"] = True
     blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
-    blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps")}
+    blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps", "turns")}
     lines = [
         blank | {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
         for step, rows in enumerate(responses, start=1)

@@ -1,10 +1,10 @@
 """`extend` lets rows begin: it computes what a row has, and no slot of the running batch holds.
 
-A row has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a
-draft. The host packs these of many rows, every distinct prefix once (`pack_prefixes`). One program
-computes the sequences chunk by chunk, writes keys and values into free slots of the running batch,
-decides which tokens of the drafts are accepted, and samples the token after them. Rows that go on
-in their slots are decided on in the same way (`feed`).
+A row has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a draft. The
+host packs these of many rows, every distinct prefix once (`pack_prefixes`). One program computes
+the sequences chunk by chunk, writes keys and values into free slots of the running batch, decides
+which tokens of the drafts are accepted, and samples the token after them. Rows that go on in their
+slots are decided on in the same way (`feed`).
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z

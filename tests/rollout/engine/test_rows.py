@@ -179,7 +179,7 @@ def test_compact(make_mesh, shape, full):
 
 @SHAPES
 def test_rows_that_are_over_lose_their_slots(make_mesh, shape):
-    """The batch holds rows in another order, and a slot without a row."""
+    """Rows are in another order in the batch, which has a slot without a row."""
     all_rows = random_rows()
     order = np.array([2, 0, 3, -1, 7, 5, 4, 6])  # on two shards each its own
     batch = take(all_rows, order)
