@@ -18,11 +18,6 @@ _XLA_FLAGS = {
 }
 
 
-# The tests spend their time on compiling small programs, a third of it in LLVM's optimizer. Only
-# this process goes without: those that tests start compile as a user's do.
-_FAST_COMPILATION = {"--xla_backend_optimization_level": "0"}
-
-
 def _add_flags(flags: dict[str, str]) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     missing = [f"{name}={value}" for name, value in flags.items() if name not in given]
@@ -30,9 +25,12 @@ def _add_flags(flags: dict[str, str]) -> None:
 
 
 def _start_jax() -> None:
-    """XLA reads its flags once, when the first device is asked for."""
+    """XLA reads its flags once, when the first device is asked for.
+
+    Processes that tests start compile as a user's do, unless they are told otherwise.
+    """
     flags = os.environ["XLA_FLAGS"]
-    _add_flags(_FAST_COMPILATION)
+    _add_flags(dict(flag.split("=") for flag in FAST_COMPILATION.split()))
     jax.devices()
     os.environ["XLA_FLAGS"] = flags
 
@@ -62,6 +60,7 @@ _set_environment()
 
 import jax  # noqa: E402  (after the environment)
 import pytest  # noqa: E402
+from small_runs import FAST_COMPILATION  # noqa: E402
 
 from specrl_jax import sharding  # noqa: E402
 

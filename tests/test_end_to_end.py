@@ -176,7 +176,7 @@ def test_a_whole_run_through_the_command_line(tmp_path):
     arguments += [f"--config.mesh.{name}=2" for name in ("fsdp", "tensor")]
     arguments += ["--config.updates.skip_no_signal=False"]  # every step has a log-prob gap
     arguments += ["--config.log.report=True"]
-    flags = os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"  # as in these tests
+    flags = f"{os.environ['XLA_FLAGS']} {small_runs.FAST_COMPILATION}"  # as in these tests
     done = launch("launch/train.py", *arguments, f"--workdir={tmp_path / 'run'}", XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
     assert f"workdir: {tmp_path / 'run'}\n" in done.stdout
