@@ -32,7 +32,7 @@ def compile_kernels(
     import jax
 
     from specrl_jax.models import attention_gpu
-    from specrl_jax.models.kv_cache import Local
+    from specrl_jax.models.scores import Local
     from specrl_jax.sharding import make_mesh
 
     def run(q, k, v, ints):

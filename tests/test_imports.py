@@ -5,6 +5,7 @@ rule of a file is that of the longest path that holds it. A new file of `specrl_
 """
 
 import ast
+import graphlib
 import pathlib
 from collections.abc import Iterator
 
@@ -129,6 +130,15 @@ FILES = {
 def test_the_package_holds_the_table():
     assert "rollout/engine/spec" in FILES
     assert violations(FILES) == []
+
+
+def test_no_module_imports_itself_through_others():
+    """Not even inside a function: so every file can be read after those that it imports."""
+    graph = {
+        file: {_module(FILES, name) for _, name in _imports(source)} & FILES.keys() - {file}
+        for file, source in FILES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_every_module_of_the_table_exists():

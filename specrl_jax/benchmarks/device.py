@@ -34,7 +34,7 @@ from specrl_jax.benchmarks.rollout import (
 from specrl_jax.compile import programs
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.head import choose_kernel
+from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
@@ -100,8 +100,7 @@ def _with_kernels(size: Size) -> Size:
     """Return the size with the kernels that a run of its shapes would take."""
     slots = round_slots(size.prompt_len + size.response_len)
     with contextlib.redirect_stdout(sys.stderr):
-        kernels = attention.choose_kernels("auto", size.model, slots)
-        kernels += choose_kernel("auto", size.model)
+        kernels = choose_kernels("auto", size.model, slots)
     return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
 
 

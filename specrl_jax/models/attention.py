@@ -1,8 +1,7 @@
 """Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
 
-Layers call `attend` and `attend_packed`. The plain reference runs everywhere; kernels of
-`attention_tpu` and `attention_gpu` take the same arguments. `choose_kernels` says by rule, not by a
-clock, which a run uses (`ModelConfig.kernels`): every start of a run computes the same bits.
+Layers call `attend` and `attend_packed`. The plain reference runs everywhere; the kernels
+that a run takes (`kernels`) have the same arguments.
 """
 
 import functools
@@ -12,15 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, Local, is_flat, keys_and_values
+from specrl_jax.models.kernels import kernel_module
+from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
+from specrl_jax.models.scores import Local, softcapped
 from specrl_jax.sharding import axes, on_shards, platform, shards
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
-
-# What a kernel may do, by its name in `ModelConfig.kernels`: attend over the tokens of the cache
-# (decode and wide steps), or of packed sequences (update and `extend`).
-USES = ("cached", "packed")
 
 
 def attend(
@@ -111,46 +107,6 @@ def attend_packed(
     return jnp.concatenate(pieces, axis=1)
 
 
-def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, ...]:
-    """Return those of `USES` for which a run takes a kernel; print a line for each.
-
-    setting: `model.attention`: `auto` takes the platform's kernels where they take the shape,
-      `kernel` raises ValueError in one line where one does not, `reference` takes none.
-    slots: Of the longest cache.
-    """
-    kernels = kernel_module(platform())
-    if kernels is None and setting == "kernel":
-        raise ValueError(
-            f"model.attention must be auto or reference on {platform()}, which has no kernels, "
-            "got 'kernel'"
-        )
-    if kernels is None or setting == "reference":
-        return ()
-    refusals = {use: kernels.refusal(use, model, slots) for use in USES}
-    for use, refusal in refusals.items():
-        if refusal and setting == "kernel":
-            raise ValueError(
-                f"model.attention must be auto or reference for this model, got 'kernel': for "
-                f"{use} tokens, {refusal}"
-            )
-        taken = f"reference ({refusal})" if refusal else "kernel"
-        print(f"attention over {use} tokens: {taken}", flush=True)
-    return tuple(use for use, refusal in refusals.items() if not refusal)
-
-
-def kernel_module(name: str):
-    """Return the kernels of a platform, imported when first asked for; None where it has none."""
-    if name == "tpu":
-        from specrl_jax.models import attention_tpu
-
-        return attention_tpu
-    if name in ("gpu", "cuda"):
-        from specrl_jax.models import attention_gpu
-
-        return attention_gpu
-    return None
-
-
 def _pieces(queries: int) -> list[slice]:
     step = QUERIES_AT_ONCE
     return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
@@ -163,11 +119,6 @@ def _local(window: int | Array | None, queries_BT: Array, keys_BS: Array) -> Loc
 
 def _part(local: Local | None, queries: slice) -> Local | None:
     return None if local is None else local._replace(first=local.first[:, queries])
-
-
-def softcapped(scores: Array, cap: float) -> Array:
-    """Return cap * tanh(scores / cap), or the scores where cap is 0."""
-    return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def _last_keys(

@@ -14,10 +14,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from specrl_jax.models import attention_gpu_packed, gpu
-from specrl_jax.models.attention import softcapped
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.gpu import triton
-from specrl_jax.models.kv_cache import Layer, Local
+from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.scores import Local, softcapped
 from specrl_jax.sharding import on_shards
 
 _LEAST_ROWS = 16  # of a product by tensor cores

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from specrl_jax.models.attention import softcapped
 from specrl_jax.models.gpu import triton
+from specrl_jax.models.scores import softcapped
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _LEAST_BLOCK = 16  # of a product by tensor cores

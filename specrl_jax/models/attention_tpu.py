@@ -15,7 +15,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, Local
+from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.scores import Local
 from specrl_jax.sharding import on_shards, shards
 
 _LANES = 128

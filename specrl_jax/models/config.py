@@ -73,7 +73,7 @@ class ModelConfig:
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
     unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
-    # Of `attention.USES` and `head.KERNEL`, those for which a kernel is taken.
+    # Of `kernels.USES` and `head.KERNEL`, those for which a kernel is taken.
     kernels: tuple[str, ...] = ()
     lora: Lora | None = None  # None: all weights are trained
 

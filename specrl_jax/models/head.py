@@ -1,4 +1,4 @@
-"""Output head over a folded vocabulary: which kernel a run takes for it, and what it returns.
+"""Output head over a folded vocabulary: what its kernel returns.
 
 Token c·N + n of a vocabulary lies in row c and column n of [C, N]. A sampler needs a few numbers of
 each column (`Columns`), which are C times fewer than the logits.
@@ -8,9 +8,6 @@ import math
 from typing import NamedTuple
 
 from jax import Array
-
-from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import platform, shards
 
 SHORT = 1_024  # vocabularies below it are one column
 MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... heads cut it too
@@ -29,22 +26,3 @@ class Columns(NamedTuple):
 def folded_rows(vocab_size: int) -> int:
     """Return C, the rows of a folded vocabulary; the same on every mesh."""
     return vocab_size if vocab_size < SHORT else math.gcd(vocab_size, MOST_ROWS)
-
-
-def choose_kernel(setting: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return `KERNEL` where a run takes the kernel for the head, else nothing; print a line.
-
-    setting: `model.attention`; `reference` takes no kernel. `kernel` speaks of attention alone.
-    """
-    if platform() not in ("gpu", "cuda") or setting == "reference":
-        return ()
-    from specrl_jax.models import head_gpu
-
-    rows = folded_rows(model.vocab_size)
-    pieces = shards("vocab")
-    refusal = head_gpu.refusal(model, rows // pieces)
-    if rows % pieces:
-        refusal = f"columns of {rows} tokens cannot be cut over {pieces} devices"
-    taken = f"reference ({refusal})" if refusal else "kernel"
-    print(f"output head: {taken}", flush=True)
-    return () if refusal else (KERNEL,)

@@ -11,7 +11,6 @@ tiles of [K, H] would be mostly empty, and XLA would transpose other sizes at ev
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +34,6 @@ _LANES = 128  # width of a TPU's tile
 # A cache and a packed sequence have multiples of so many slots, as the platform's kernels need.
 SLOT_MULTIPLES = {"gpu": 16, "tpu": 128}
 _LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None}
-
-
-class Local(NamedTuple):
-    """Limits of a local layer of attention: a query sees keys at its first position or after it."""
-
-    first: Array  # int32 [B or 1, T]
-    positions: Array  # int32 [B or 1, S], of the keys
 
 
 def _axes(layer: Layer) -> tuple[str, ...]:

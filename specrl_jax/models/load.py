@@ -6,10 +6,9 @@ from collections.abc import Callable
 import jax
 
 from specrl_jax.models import hf
-from specrl_jax.models.attention import choose_kernels
 from specrl_jax.models.config import IdRanges, Lora, ModelConfig
 from specrl_jax.models.families import FAMILIES
-from specrl_jax.models.head import choose_kernel
+from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.parameters import ADAPTED
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
@@ -98,8 +97,7 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
     shape = shape.replace(unused_ids=unused_ids)
     rollout = config.rollout
     slots = round_slots(config.data.prompt_len + rollout.response_len + rollout.max_width - 1)
-    kernels = choose_kernels(config.model.attention, shape, slots)
-    return shape.replace(kernels=kernels + choose_kernel(config.model.attention, shape))
+    return shape.replace(kernels=choose_kernels(config.model.attention, shape, slots))
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:

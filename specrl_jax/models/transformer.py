@@ -18,7 +18,6 @@ from flax import nnx
 from jax import Array
 
 from specrl_jax.models import lora
-from specrl_jax.models.attention import softcapped
 from specrl_jax.models.config import MAX_INT, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import (
@@ -31,6 +30,7 @@ from specrl_jax.models.layers import (
     rope_tables,
 )
 from specrl_jax.models.parameters import LAYER, TOP, Params, select
+from specrl_jax.models.scores import softcapped
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
 
 

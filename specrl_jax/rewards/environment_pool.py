@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     reward: float  # of all turns so far; float32, 0 where failed
     done: bool  # the episode is over
     failure: str  # why there is no answer, in one line; ""
-    role: str  # of `environments.ROLES`
+    role: str  # of `environment_protocol.ROLES`
 
 
 @dataclass(eq=False)

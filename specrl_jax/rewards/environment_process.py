@@ -23,13 +23,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from specrl_jax.inputs import reason
 from specrl_jax.rewards import containment, linux, worker_process
-from specrl_jax.rewards.environments import (
-    ENVIRONMENTS,
-    Environment,
-    Step,
-    load_environment,
-    take_step,
-)
+from specrl_jax.rewards.environment_protocol import Environment, Step, take_step
+from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
 from specrl_jax.rewards.worker_process import CONTAINED, Reader, Result, Settings, checked
 
 MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs

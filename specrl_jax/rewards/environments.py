@@ -1,8 +1,7 @@
 """Multi-turn environments: they answer responses until an episode is over.
 
-An environment is a plain class of the protocol `Environment`: one of `ENVIRONMENTS`, or a user's
-own by `module:Class`. One object is made for an episode. It lives in a process of the workers
-(`environment_process`), within limits of time and memory, until the episode is over. No JAX.
+One of `ENVIRONMENTS`, of the packages of `PACKAGES`, or a user's own class by `module:Class`: of
+the protocol `environment_protocol.Environment`. No JAX.
 """
 
 import ast
@@ -10,40 +9,11 @@ import inspect
 import operator
 import re
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 from specrl_jax.inputs import require_package
+from specrl_jax.rewards.environment_protocol import Environment, Step
 from specrl_jax.rewards.python_tool import PythonTool
 from specrl_jax.rewards.scorers import load_by_name
-
-MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
-ROLES = ("user", "tool")  # of those who speak to the policy
-
-
-class Step(NamedTuple):
-    """Answer of an environment to a response."""
-
-    observation: str = ""  # for the policy to read, unless done
-    reward: float = 0.0  # of this turn: an episode's reward is the sum of its turns'
-    done: bool = False  # the episode is over
-    role: str = "user"  # one of `ROLES`, under which a chat template writes the observation
-
-
-class Environment(Protocol):
-    """One episode. Its first prompt is the problem's.
-
-    A class may say `replayable = True`: the same responses get the same answers, and soon. An
-    episode whose process ends unexpectedly is then played again. It may say `contained = False`:
-    the class is trusted, and keeps the network and the files of its user. `starts_program = True`:
-    it runs what a response says in a program of its own. A `prepare()` is called once, before the
-    processes of episodes are forked, to import what all of them need.
-    """
-
-    def reset(self, answer: str, task: str, metadata: dict) -> None:
-        """Begin the episode of a problem."""
-
-    def step(self, response: str) -> Step:
-        """Answer the policy's next response; an exception ends the episode with reward 0."""
 
 
 class Guess:
@@ -171,15 +141,3 @@ def load_environment(name: str) -> Callable[[], Environment]:
 
     usage = f"{':.., '.join(PACKAGES)}:.., module:Class"
     return load_by_name("environment.name", ENVIRONMENTS, name, usage, check)
-
-
-def take_step(environment: Environment, response: str) -> Step:
-    """Return the environment's answer; an exception where it is no `Step`."""
-    step = Step(*environment.step(response))
-    if not isinstance(step.observation, str):
-        kind = type(step.observation).__name__
-        raise TypeError(f"the observation of a step must be text, got {kind}")
-    if step.role not in ROLES:
-        raise ValueError(f"the role of a step must be {' or '.join(ROLES)}, got {step.role!r}")
-    observation = step.observation[:MAX_OBSERVATION]
-    return Step(observation, float(step.reward), bool(step.done), step.role)

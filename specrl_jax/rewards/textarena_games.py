@@ -14,7 +14,7 @@ from textarena import ObservationType
 from textarena.envs.registration import ENV_REGISTRY
 
 from specrl_jax.inputs import one_line
-from specrl_jax.rewards.environments import Step
+from specrl_jax.rewards.environment_protocol import Step
 
 
 class Game:

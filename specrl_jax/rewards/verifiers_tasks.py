@@ -27,7 +27,7 @@ from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.utils import loaders
 
 from specrl_jax.inputs import one_line
-from specrl_jax.rewards.environments import Step
+from specrl_jax.rewards.environment_protocol import Step
 
 # A call in a response, as Qwen and Hermes write it: JSON with "name" and "arguments".
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

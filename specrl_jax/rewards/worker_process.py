@@ -29,7 +29,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
-from specrl_jax.rewards.environments import MAX_OBSERVATION, ROLES
+from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION, ROLES
 from specrl_jax.rewards.scorers import find_scorer, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response

@@ -1,12 +1,10 @@
 """Attention against float64 NumPy, on meshes and in pieces."""
 
 import functools
-import types
 
 import jax
 import numpy as np
 import pytest
-from small_models import MODEL
 
 from specrl_jax.models import attention, kv_cache
 from specrl_jax.sharding import axes, put
@@ -119,35 +117,3 @@ def test_pieces_skip_keys_that_no_query_sees(make_mesh, monkeypatch, shape):
             in_pieces = run(4, end)
             for got, want in zip(jax.tree.leaves(in_pieces), jax.tree.leaves(at_once)):
                 np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Kernels that are the reference; they refuse what is in `refused`."""
-    refused: dict[str, str] = {}
-    module = types.SimpleNamespace(
-        refused=refused,
-        refusal=lambda use, model, slots: refused.get(use, ""),
-    )
-    monkeypatch.setattr(attention, "kernel_module", lambda platform: module)
-    return module
-
-
-def test_a_cpu_has_no_kernels(mesh):
-    assert attention.choose_kernels("auto", MODEL, 12) == ()
-    with pytest.raises(ValueError, match=r"auto or reference on cpu, which has no kernels, got"):
-        attention.choose_kernels("kernel", MODEL, 12)
-
-
-def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
-    assert attention.choose_kernels("reference", MODEL, 12) == ()
-    assert attention.choose_kernels("kernel", MODEL, 12) == attention.USES
-    capsys.readouterr()
-    kernels.refused["packed"] = "heads of 4"
-    assert attention.choose_kernels("auto", MODEL, 12) == ("cached",)
-    assert capsys.readouterr().out.splitlines() == [
-        "attention over cached tokens: kernel",
-        "attention over packed tokens: reference (heads of 4)",
-    ]
-    with pytest.raises(ValueError, match=r"^model.attention must .*for packed tokens, heads of 4$"):
-        attention.choose_kernels("kernel", MODEL, 12)

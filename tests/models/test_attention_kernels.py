@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 
-from specrl_jax.models import attention, attention_gpu, attention_tpu, gpu, kv_cache
+from specrl_jax.models import attention, attention_gpu, attention_tpu, gpu, kernels, kv_cache
 from specrl_jax.models.load import SHAPES
 from specrl_jax.sharding import put
 
@@ -132,27 +132,27 @@ def test_rows_on_gpu_read_only_what_they_have_filled_and_their_window_holds(mesh
 
 def test_what_the_kernels_of_gpus_refuse(mesh, monkeypatch):
     local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
-    for use in attention.USES:
+    for use in kernels.USES:
         for model in (SMOLLM2, QWEN, local, SMOLLM2.replace(dtype="float32", head_dim=256)):
             assert not attention_gpu.refusal(use, model, 250)
         for size in (8, 24, 512):
             line = attention_gpu.refusal(use, SMOLLM2.replace(head_dim=size), 256)
             assert line == f"heads must be 16, 32, .. 256 wide, these are {size}"
     monkeypatch.setattr(gpu, "refusal", lambda: "this GPU is too old")
-    for use in attention.USES:
+    for use in kernels.USES:
         assert attention_gpu.refusal(use, SMOLLM2, 256) == "this GPU is too old"
 
 
 def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "triton", None)
-    monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
-    choose = functools.partial(attention.choose_kernels, model=QWEN, slots=64)
+    monkeypatch.setattr(kernels, "kernel_module", lambda platform: attention_gpu)
+    choose = functools.partial(kernels.choose_attention_kernels, model=QWEN, slots=64)
     why = f"jax {jax.__version__} has no Triton backend of Pallas"
     with pytest.raises(ValueError, match=f"^model.attention must be .* for cached tokens, {why}$"):
         choose("kernel")
     assert choose("auto") == ()
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"attention over {use} tokens: reference ({why})" for use in attention.USES]
+    assert lines == [f"attention over {use} tokens: reference ({why})" for use in kernels.USES]
 
 
 # --- TPU ------------------------------------------------------------------------------------------
@@ -218,4 +218,4 @@ def test_what_the_kernels_of_tpus_refuse(mesh):
     assert not attention_tpu.refusal("cached", QWEN, 5_120)
     assert not attention_tpu.refusal("packed", SMOLLM2, 250)
     local = QWEN.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
-    assert not any(attention_tpu.refusal(use, local, 5_120) for use in attention.USES)
+    assert not any(attention_tpu.refusal(use, local, 5_120) for use in kernels.USES)

@@ -14,7 +14,7 @@ from test_workers import alive, descendants, read, wait_for
 
 from specrl_jax.rewards import environment_pool
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.environments import MAX_OBSERVATION
+from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION
 
 LIMITS = {"timeout": 4.0, "memory_mib": 256, "workers": 2}
 PROBLEM = ("5", "task", {"tuple": (1, 2)})

@@ -3,15 +3,8 @@
 import pytest
 from small_runs import one_line, play
 
-from specrl_jax.rewards.environments import (
-    MAX_OBSERVATION,
-    Calculator,
-    Guess,
-    Step,
-    calculate,
-    load_environment,
-    take_step,
-)
+from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION, Step, take_step
+from specrl_jax.rewards.environments import Calculator, Guess, calculate, load_environment
 
 
 @pytest.mark.parametrize(

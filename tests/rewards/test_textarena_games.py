@@ -9,7 +9,8 @@ from small_runs import ROOT, line_of, preset
 from specrl_jax.data.item_process import task_seed
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.environments import load_environment, take_step
+from specrl_jax.rewards.environment_protocol import take_step
+from specrl_jax.rewards.environments import load_environment
 
 pytest.importorskip("textarena", reason="needs pip install -e '.[agents]'")
 

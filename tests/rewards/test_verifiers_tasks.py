@@ -10,7 +10,8 @@ from specrl_jax.data import readers
 from specrl_jax.data.item_process import SOURCES
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.environments import Step, load_environment
+from specrl_jax.rewards.environment_protocol import Step
+from specrl_jax.rewards.environments import load_environment
 
 pytest.importorskip("verifiers", reason="needs pip install -e '.[agents]'")
 
