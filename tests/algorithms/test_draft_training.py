@@ -110,6 +110,7 @@ def test_the_gradient_is_that_of_rows_alone(mesh, vocab, chunk):
 
 
 def test_the_policy_learns_bit_for_bit_the_same(mesh):
+    """As a user's compiler takes it: which operations become one follows from the whole program."""
     optimizer = optax.adamw(1e-2)
     training = DraftHeadTraining(optimizer, 1, 0)
     batch = on_mesh(host_batch(shared=True))
@@ -118,8 +119,10 @@ def test_the_policy_learns_bit_for_bit_the_same(mesh):
         spec = dataclasses.replace(LEARNER, optimizer=optimizer, draft_head=draft_head)
         state = init_policy_state(spec, place_params())
         packed = pack(batch, spec)
+        program = update.lower(spec, state, batch, packed)
+        step = program.compile({"xla_cpu_use_fusion_emitters": True})
         for _ in range(3):
-            state, _ = update(spec, state, batch, packed)
+            state, _ = step(state, batch, packed)
         states.append(state)
     without, beside = states
     for name in ("params", "opt_state"):
