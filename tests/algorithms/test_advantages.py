@@ -37,8 +37,8 @@ def test_by_hand():
     expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, 1]
     np.testing.assert_allclose(others, expected, rtol=1e-6)
     # ε is added to the standard deviation, √(1/2).
-    got = group_relative(np.array([0.0, 1.0], np.float32), config(2, True), epsilon=0.5)
-    expected = 0.5 / (np.sqrt(0.5) + 0.5)
+    got = group_relative(np.array([0.0, 1e-6], np.float32), config(2, True))
+    expected = 0.5 / (np.sqrt(0.5) + 1)
     np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
 
 
