@@ -15,6 +15,7 @@ from update_reference import (
     PROMPT,
     RESPONSE,
     ROWS,
+    TWO_ROWS,
     distance,
     gradient,
     host_batch,
@@ -29,20 +30,29 @@ from specrl_jax.algorithms.scoring import critic_values, logprob_gap
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import Critic, init_policy_state
 from specrl_jax.models.transformer import Transformer
+from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch, Example, Prompts, Rollout
 
 
-def test_the_gradient_is_that_of_the_formula(mesh):
-    """Rows 2 and 3, of which row 3 is given, share all but their last token."""
+@pytest.fixture(scope="module")
+def formula(make_mesh):
+    """(batch, settings, loss, its gradient) of rows that are scored one by one; row 3 is given."""
     settings = dataclasses.replace(LOSS, kl_coef=0.5, entropy_coef=0.1, solution_coef=0.5)
     batch = host_batch(reference=True, shared=True)
     batch = dataclasses.replace(batch, given=np.arange(ROWS) == 3)
-    update_spec = dataclasses.replace(LEARNER, loss=settings)
-    got, metrics = gradient(update_spec, batch)
-    value, want = jax.jit(
-        jax.value_and_grad(lambda p: plain_loss(p, batch, settings, range(ROWS)))
-    )(place_params())
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        loss = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, settings, range(ROWS))))
+        return batch, settings, *loss(place_params())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("chunk", [TWO_ROWS, 256])
+def test_the_gradient_is_that_of_the_formula(mesh, formula, packing, chunk):
+    """Rows 0 and 1 share their prompt, rows 2 and 3 all but their last token."""
+    batch, settings, value, want = formula
+    update_spec = dataclasses.replace(LEARNER, loss=settings, packing=packing)
+    got, metrics = gradient(update_spec, batch, chunk=chunk)
     assert distance(got, want) <= 2e-6
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=1e-5)

@@ -14,7 +14,6 @@ from update_reference import (
     PROMPT,
     RESPONSE,
     ROWS,
-    TWO_ROWS,
     distance,
     gradient,
     host_batch,
@@ -31,22 +30,6 @@ from specrl_jax.models import transformer
 from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("chunk", [TWO_ROWS, 256])
-def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, chunk):
-    """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
-    batch = host_batch(shared=True)
-    update_spec = dataclasses.replace(LEARNER, packing=packing)
-    got, metrics = gradient(update_spec, batch, chunk=chunk)
-    value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, range(ROWS))))(
-        place_params()
-    )
-    assert distance(got, want) <= 2e-6
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert metrics["tokens"] == batch.response_lens.sum()
-
 
 WINDOW = MODEL.replace(
     num_layers=3,
