@@ -29,7 +29,8 @@ def fetch(tree: Any) -> Any:
     """Return the pytree with NumPy arrays for device arrays, whole in every process."""
     if jax.process_count() > 1:
         leaves, structure = jax.tree.flatten(tree)
-        split = [i for i, leaf in enumerate(leaves) if _is_split(leaf)]
+        arrays = [(i, x) for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        split = [i for i, x in arrays if not (x.is_fully_addressable or x.is_fully_replicated)]
         if split:
             mesh = leaves[split[0]].sharding.mesh
             gathered = jax.jit(_same, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))
@@ -37,11 +38,6 @@ def fetch(tree: Any) -> Any:
                 leaves[i] = leaf
         tree = jax.tree.unflatten(structure, leaves)
     return jax.device_get(tree)
-
-
-def _is_split(x: Any) -> bool:
-    """Return whether this process lacks a part of an array."""
-    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def _same(arrays: list[jax.Array]) -> list[jax.Array]:

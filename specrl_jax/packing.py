@@ -70,7 +70,9 @@ def pack(
     """
     nodes = [np.empty(0, np.int32)] * len(lens)
     rows = [tokens[row, :size] for row, size in enumerate(lens)]
-    order = sorted(np.flatnonzero(lens).tolist(), key=lambda row: _sort_key(rows[row]))
+    # As bytes in this order tokens compare as numbers do: a row is before those that go on from it.
+    keys = [row.astype(">i4").tobytes() for row in rows]
+    order = sorted(np.flatnonzero(lens).tolist(), key=keys.__getitem__)
     shared = np.zeros(len(order), int)
     if packing.share:
         pairs = itertools.pairwise(order)
@@ -99,11 +101,6 @@ def pack(
     whole = Sequences(*(x.reshape(sequences, length) for x in packed))
     begins = (np.arange(sequences, dtype=np.int32) * length)[:, None]
     return whole._replace(ends=whole.ends - begins, parents=whole.parents - begins), nodes
-
-
-def _sort_key(tokens: np.ndarray) -> bytes:
-    """Return bytes that compare like the tokens: a row comes before those that go on from it."""
-    return tokens.astype(">i4").tobytes()
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

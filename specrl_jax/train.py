@@ -33,11 +33,10 @@ from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.training import memory
 from specrl_jax.training.build import build, init_state, resume
-from specrl_jax.training.collect import next_rollout, take_batch
+from specrl_jax.training.collect import TrainBatch, next_rollout, take_batch
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
-from specrl_jax.training.rollout_queue import Collected
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import RolloutState, Run, RunState
 
@@ -67,7 +66,7 @@ def begin_rollouts(run: Run, state: RunState) -> None:
         state.queue.begin(collect, run, state.rollout, weights)
 
 
-def collect(run: Run, state: RolloutState, weights: Params) -> Collected:
+def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:
     """Roll out until there is a batch, all with the same copy of the weights."""
     clock = Stopwatch()
     state.begin_step()
@@ -77,7 +76,7 @@ def collect(run: Run, state: RolloutState, weights: Params) -> Collected:
         rollouts.append(roll_out(run, state, weights, clock))
     batch = take_batch(run, state, rollouts)
     metrics = batch.metrics | clock.take()
-    return Collected(dataclasses.replace(batch, epoch=epoch, metrics=metrics), rollouts)
+    return dataclasses.replace(batch, epoch=epoch, metrics=metrics), rollouts
 
 
 def roll_out(run: Run, state: RolloutState, weights: Params, clock: Stopwatch) -> Responses:
@@ -126,7 +125,7 @@ def loop(
         metric = log.write().get("reward/eval")
         if state.step % run.config.checkpoint.every == 0 or last:
             save(metric)
-            log.refresh_page()
+            log.page.refresh()
     if stopped:
         save()
 

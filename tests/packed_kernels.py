@@ -31,14 +31,13 @@ def compile_kernels(
     """Compile output and gradients of one sequence with two query heads and a key/value head."""
     import jax
 
-    from specrl_jax.models import attention_gpu
-    from specrl_jax.models.scores import Local
+    from specrl_jax.models import attention
     from specrl_jax.sharding import make_mesh
 
     def run(q, k, v, ints):
         def attend(q, k, v):
-            local = Local(ints, ints) if is_local else None
-            return attention_gpu.attend_packed(q, k, v, ints, local=local, softcap=softcap)
+            limits = {"window": 1 if is_local else None, "softcap": softcap}
+            return attention.attend_packed(q, k, v, ints, ints, kernels=("packed",), **limits)
 
         out, pull_back = jax.vjp(attend, q, k, v)
         return pull_back(out)

@@ -32,14 +32,3 @@ def test_a_run_goes_on_bit_for_bit(mesh, tmp_path, more):
     steps = records(tmp_path / "run")[1:]
     assert all(0 < step["draft_head/overlap"] <= 1 for step in steps)
     assert sum(step["rollout/tokens_drafted"] for step in steps) > 0
-
-
-@pytest.mark.slow
-def test_the_policy_is_that_of_a_run_without_a_head(mesh, tmp_path):
-    """Recomputed log-probs: a wider step's round otherwise."""
-    changes = HEAD | {"rollout.accept": "match", "updates.old_logprobs": "recompute"}
-    beside = train(tmp_path / "head", changes)
-    without = train(tmp_path / "none", changes | {"rollout.draft": "previous+tree"})
-    for name, x in without.items():
-        if name.startswith("train."):
-            np.testing.assert_array_equal(beside[name], x, err_msg=name)

@@ -17,6 +17,8 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.inputs import reward_terms
 from specrl_jax.types import Batch
 
+EPSILON = 1e-6  # ε, which is added to standard deviations
+
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig:
@@ -64,8 +66,8 @@ class Advantage:
     # (rewards [B] or [B, K], batch, config) → Estimate. Rows of a group are contiguous; all arrays
     # are split along B. The batch's own advantages are 0.
     estimate: Callable[[Array, Batch, AdvantageConfig], Estimate]
-    needs_critic: bool  # the batch has values, and returns are asked for
-    min_group_size: int = 1  # responses per prompt
+    needs_critic: bool = False  # the batch has values, and returns are asked for
+    min_group_size: int = 2  # responses per prompt
     # Rewards are [B, K]: of each function of a sum, and last of all the price of length, if any.
     by_function: bool = False
     pairs: bool = False  # they mark the pairs of an objective that compares pairs
@@ -73,7 +75,7 @@ class Advantage:
     by_turn: bool = False  # rewards are [B, K], of each turn of an episode; 0 after the last
 
 
-def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
+def group_relative(rewards: Array, config: AdvantageConfig) -> Array:
     """Return the advantage [B] of a response over the other responses to its prompt.
 
         Aᵢ = (rᵢ − mean(r)) / (std(r) + ε)     GRPO, arXiv 2402.03300, section 4.1.2
@@ -86,7 +88,6 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
 
     rewards: float [B], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
-    epsilon: ε, in units of reward.
     """
     size = config.group_size
     rows = rewards.shape[0]
@@ -98,13 +99,13 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     centred = shifted - xp.mean(shifted, axis=1, keepdims=True)
     if config.normalize_std:
         variance = xp.sum(xp.square(centred), axis=1, keepdims=True) / (size - 1)
-        centred = centred / (xp.sqrt(variance) + epsilon)
+        centred = centred / (xp.sqrt(variance) + EPSILON)
     if config.leave_one_out:
         centred = centred * (size / (size - 1))
     return centred.reshape(rows)
 
 
-def group_decoupled(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
+def group_decoupled(rewards: Array, config: AdvantageConfig) -> Array:
     """Return the advantage [B] of a response by K rewards (GDPO, arXiv 2601.05242, section 3).
 
         Aᵢ = Σₖ wₖ·Aᵢₖ / (std(Σₖ wₖ·Aₖ) + ε),    Aᵢₖ: `group_relative` of reward k
@@ -117,7 +118,6 @@ def group_decoupled(rewards: Array, config: AdvantageConfig, epsilon: float = 1e
 
     rewards: float [B, K], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
     config: `reward_weights` has the K weights w.
-    epsilon: ε, without unit.
     """
     weighted = [
         weight * group_relative(rewards[:, k], config)
@@ -126,7 +126,7 @@ def group_decoupled(rewards: Array, config: AdvantageConfig, epsilon: float = 1e
     total = sum(weighted)
     xp = rewards.__array_namespace__()
     variance = xp.sum(xp.square(total)) / (len(total) - 1)
-    return total / (xp.sqrt(variance) + epsilon)
+    return total / (xp.sqrt(variance) + EPSILON)
 
 
 def best_and_worst(rewards: Array, config: AdvantageConfig) -> Array:
@@ -149,8 +149,7 @@ def prefix_relative(
     lens: Array,
     config: AdvantageConfig,
     *,
-    by_size: bool = False,
-    epsilon: float = 1e-6,
+    by_size: bool,
 ) -> Array:
     """Return the advantage [B] of a response over those that share its prefixes (arXiv 2508.17445).
 
@@ -166,7 +165,6 @@ def prefix_relative(
 
     rewards: float32 [B], not split; B = Q·G, the rows of a group are contiguous.
     tokens, lens: int32 [B, R] and [B], the responses, not split.
-    epsilon: ε, in units of reward.
     """
     size = config.group_size
     rewards = rewards.reshape(-1, size)
@@ -190,13 +188,11 @@ def prefix_relative(
         weights += weight
     advantages = total / weights
     if config.normalize_std:
-        advantages = advantages / (jnp.std(advantages, ddof=1) + epsilon)
+        advantages = advantages / (jnp.std(advantages, ddof=1) + EPSILON)
     return advantages.reshape(-1)
 
 
-def turn_relative(
-    rewards: Array, turn_ends: Array, config: AdvantageConfig, epsilon: float = 1e-6
-) -> Array:
+def turn_relative(rewards: Array, turn_ends: Array, config: AdvantageConfig) -> Array:
     """Return the advantage [B, K] of each turn over the same turn of the other episodes.
 
         Gₖ = Σⱼ γ^(j − k)·rⱼ over the turns j ≥ k,    Aₖ = (Gₖ − mean(Gₖ)) / (std(Gₖ) + ε)
@@ -208,7 +204,6 @@ def turn_relative(
 
     rewards: float32 [B, K], of each turn; not split; B = Q·G, the rows of a group are contiguous.
     turn_ends: int32 [B, K], 0 for turns that an episode does not have.
-    epsilon: ε, in units of reward.
     """
     later = jnp.zeros_like(rewards[:, 0])
     returns = []
@@ -224,7 +219,7 @@ def turn_relative(
     others = jnp.maximum(count - 1, 1)
     if config.normalize_std:
         variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / others
-        centred = centred / (jnp.sqrt(variance) + epsilon)
+        centred = centred / (jnp.sqrt(variance) + EPSILON)
     if config.leave_one_out:
         centred = centred * (count / others)
     return centred.reshape(rewards.shape)
@@ -268,25 +263,19 @@ def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> 
     return advantages, jnp.where(mask, advantages + values, 0)
 
 
-def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
+def whiten(advantages: Array, mask: Array) -> Array:
     """Return advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside.
 
     Differs from verl: the variance is Σ(A − mean)² / n; verl divides by n − 1.
     """
     centred = advantages - masked_mean(advantages, mask)
     variance = masked_mean(jnp.square(centred), mask)
-    return jnp.where(mask, centred * jax.lax.rsqrt(variance + epsilon), 0)
+    return jnp.where(mask, centred * jax.lax.rsqrt(variance + 1e-8), 0)
 
 
-def _estimate_by_group(
-    rewards: Array,
-    batch: Batch,
-    config: AdvantageConfig,
-    *,
-    compare: Callable[[Array, AdvantageConfig], Array],
-) -> Estimate:
+def _by_group(compare: Callable[[Array, AdvantageConfig], Array]) -> Callable[..., Estimate]:
     """Estimate by `compare(rewards, config)`, the same for all tokens of a response."""
-    return _for_all_tokens(compare(_whole(rewards), config), batch)
+    return lambda rewards, batch, config: _for_all_tokens(compare(_whole(rewards), config), batch)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "by_size"))
@@ -348,37 +337,15 @@ def _estimate_by_gae(rewards: Array, batch: Batch, config: AdvantageConfig) -> E
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group": Advantage(
-        functools.partial(_estimate_by_group, compare=group_relative),
-        needs_critic=False,
-        min_group_size=2,
-    ),
-    "gdpo": Advantage(
-        functools.partial(_estimate_by_group, compare=group_decoupled),
-        needs_critic=False,
-        min_group_size=2,
-        by_function=True,
-    ),
-    "pair": Advantage(
-        functools.partial(_estimate_by_group, compare=best_and_worst),
-        needs_critic=False,
-        min_group_size=2,
-        pairs=True,
-    ),
-    "tree": Advantage(
-        functools.partial(_estimate_by_prefix, by_size=False),
-        needs_critic=False,
-        min_group_size=2,
-        needs_forks=True,
-    ),
+    "group": Advantage(_by_group(group_relative)),
+    "gdpo": Advantage(_by_group(group_decoupled), by_function=True),
+    "pair": Advantage(_by_group(best_and_worst), pairs=True),
+    "tree": Advantage(functools.partial(_estimate_by_prefix, by_size=False), needs_forks=True),
     "tree_by_size": Advantage(
-        functools.partial(_estimate_by_prefix, by_size=True),
-        needs_critic=False,
-        min_group_size=2,
-        needs_forks=True,
+        functools.partial(_estimate_by_prefix, by_size=True), needs_forks=True
     ),
-    "turn": Advantage(_estimate_by_turn, needs_critic=False, min_group_size=2, by_turn=True),
-    "gae": Advantage(_estimate_by_gae, needs_critic=True),
+    "turn": Advantage(_estimate_by_turn, by_turn=True),
+    "gae": Advantage(_estimate_by_gae, needs_critic=True, min_group_size=1),
 }
 
 

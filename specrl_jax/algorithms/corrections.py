@@ -49,35 +49,22 @@ class Policies(NamedTuple):
 class OldLogprobs:
     """One choice of `config.updates.old_logprobs`."""
 
-    read: Callable[[Array, Batch], Policies]  # (log π [B, R], batch) → the tokens' policies
     by_update: bool = True  # π_old has the update's arithmetic, not the rollout's
     recomputed: bool = False  # `Batch.recomputed_logprobs` is asked for
     one_update: bool = False  # right only where a rollout feeds one update
 
+    def policies(self, current: Array, batch: Batch) -> Policies:
+        """Return the policies of a batch's tokens; current: log π [B, R]."""
+        train = batch.recomputed_logprobs if self.recomputed else current
+        old = train if self.by_update else batch.old_logprobs
+        return Policies(batch.old_logprobs, old, train, current)
+
 
 OLD_LOGPROBS: dict[str, OldLogprobs] = {
-    "rollout": OldLogprobs(
-        lambda current, batch: Policies(
-            batch.old_logprobs, old=batch.old_logprobs, train=current, current=current
-        ),
-        by_update=False,
-    ),
-    "recompute": OldLogprobs(
-        lambda current, batch: Policies(
-            batch.old_logprobs,
-            old=batch.recomputed_logprobs,
-            train=batch.recomputed_logprobs,
-            current=current,
-        ),
-        recomputed=True,
-    ),
+    "rollout": OldLogprobs(by_update=False),
+    "recompute": OldLogprobs(recomputed=True),
     # The ratio is exactly 1, and its gradient that of log π: no rounding decides a clip.
-    "current": OldLogprobs(
-        lambda current, batch: Policies(
-            batch.old_logprobs, old=current, train=current, current=current
-        ),
-        one_update=True,
-    ),
+    "current": OldLogprobs(one_update=True),
 }
 
 
@@ -125,32 +112,24 @@ def _row_mean(values: Array, mask: Array) -> Array:
     return masked_mean(values, mask, axis=-1)[:, None]
 
 
-def _in_row(found: Array, mask: Array) -> Array:
-    return jnp.any(found & mask, axis=-1)[:, None]
+# (policies, advantages [B, R], mask [B, R], bound) → bool, broadcast to [B, R]: tokens left out
+Mask = Callable[[Policies, Array, Array, float], Array]
 
 
-def _token_low(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return policies.log_ratio < math.log(bound)
+def _of_token(beyond: Callable) -> Mask:
+    return lambda policies, _, mask, bound: beyond(policies.log_ratio, math.log(bound))
 
 
-def _token_high(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return policies.log_ratio > math.log(bound)
+def _of_row(beyond: Callable) -> Mask:
+    return lambda policies, _, mask, bound: beyond(
+        _row_mean(policies.log_ratio, mask), math.log(bound)
+    )
 
 
-def _row_low(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return _row_mean(policies.log_ratio, mask) < math.log(bound)
-
-
-def _row_high(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return _row_mean(policies.log_ratio, mask) > math.log(bound)
-
-
-def _outlier_low(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return _in_row(policies.log_ratio < math.log(bound), mask)
-
-
-def _outlier_high(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
-    return _in_row(policies.log_ratio > math.log(bound), mask)
+def _of_any(beyond: Callable) -> Mask:
+    return lambda policies, _, mask, bound: jnp.any(
+        beyond(policies.log_ratio, math.log(bound)) & mask, axis=-1, keepdims=True
+    )
 
 
 def _negative_kl(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
@@ -164,20 +143,18 @@ def _binary_kl(policies: Policies, advantages: Array, mask: Array, bound: float)
     return jnp.maximum(forward, backward) > bound
 
 
-# (policies, advantages [B, R], mask [B, R], bound) → bool, broadcast to [B, R]: tokens left out
-Mask = Callable[[Policies, Array, Array, float], Array]
 # One mask for each field of `config.algorithm.mask`, which holds its bound; 0 turns it off. r is
 # π_train / π_rollout; it is compared in log space, so that none overflows.
 MASKS: dict[str, Mask] = {
     # A token whose r is below or above the bound: IcePop (arXiv 2510.18855), [0.5, 5].
-    "token_low": _token_low,
-    "token_high": _token_high,
+    "token_low": _of_token(jnp.less),
+    "token_high": _of_token(jnp.greater),
     # All tokens of a row whose geometric mean of r is: SkyRL, [0.99, 1.01].
-    "row_low": _row_low,
-    "row_high": _row_high,
+    "row_low": _of_row(jnp.less),
+    "row_high": _of_row(jnp.greater),
     # All tokens of a row with any r that is: SkyRL, [1e-4, 100].
-    "outlier_low": _outlier_low,
-    "outlier_high": _outlier_high,
+    "outlier_low": _of_any(jnp.less),
+    "outlier_high": _of_any(jnp.greater),
     # Tokens of negative advantage in a row with mean log π_rollout − log π above the bound:
     # DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). There the KL penalty has no mask.
     "negative_kl": _negative_kl,

@@ -299,7 +299,7 @@ def policy_loss(
     logprobs = jnp.where(mask, logprobs, 0)
     entropy = jnp.where(mask, entropy, 0)
     advantages = jnp.where(mask, batch.advantages, 0)
-    policies = OLD_LOGPROBS[config.old_logprobs].read(jax.lax.stop_gradient(logprobs), batch)
+    policies = OLD_LOGPROBS[config.old_logprobs].policies(jax.lax.stop_gradient(logprobs), batch)
     policies = jax.tree.map(lambda x: jnp.where(mask, x, 0), policies)
     token_log_ratio = logprobs - policies.old
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)

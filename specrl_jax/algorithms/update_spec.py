@@ -40,11 +40,6 @@ class PolicyState:
     critic_opt_state: Any = None
     draft_head: DraftHeadState | None = None
 
-    @classmethod
-    def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "PolicyState":
-        """Return the state of a policy alone, before its first update."""
-        return cls(params, jax.jit(optimizer.init)(params))
-
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
@@ -115,10 +110,7 @@ def make_update_spec(
 def _make_critic(config) -> Critic:
     settings = config.critic
     rate = settings.learning_rate
-    ramp_steps = settings.schedule_warmup
-    schedule = optax.join_schedules(
-        [_ramp(rate, ramp_steps), optax.constant_schedule(rate)], [ramp_steps]
-    )
+    schedule = _after_ramp(optax.constant_schedule(rate), rate, settings.schedule_warmup)
     optimizer = make_optimizer(config.updates, schedule)
     return Critic(settings.kind, settings.coef, settings.clip, optimizer)
 
@@ -147,14 +139,16 @@ def make_schedule(settings, total_updates: int) -> optax.Schedule:
     """Return the learning rate by optimizer step of the policy, from `config.updates`."""
     peak = settings.learning_rate
     ramp_steps = settings.schedule_warmup
-    after = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
-    ramp = _ramp(peak, ramp_steps)
-    return optax.join_schedules([ramp, after], [ramp_steps]) if ramp_steps else after
+    schedule = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
+    return _after_ramp(schedule, peak, ramp_steps)
 
 
-def _ramp(peak: float, steps: int) -> optax.Schedule:
+def _after_ramp(schedule: optax.Schedule, peak: float, steps: int) -> optax.Schedule:
+    if not steps:
+        return schedule
     # Step n has (n + 1) / steps of the peak: the first update is not wasted at rate 0.
-    return optax.linear_schedule(peak / max(steps, 1), peak, max(steps - 1, 1))
+    ramp = optax.linear_schedule(peak / steps, peak, max(steps - 1, 1))
+    return optax.join_schedules([ramp, schedule], [steps])
 
 
 def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -181,7 +175,7 @@ def init_policy_state(
     trained: all weights, or adapters of the weights `frozen`. draft_head: one that is trained
     already; None: a new one, where there is to be any.
     """
-    state = PolicyState.create(trained, update_spec.optimizer)
+    state = PolicyState(trained, jax.jit(update_spec.optimizer.init)(trained))
     model = update_spec.model
     policy = lora.adapted(model, trained, frozen)
     if update_spec.draft_head is not None:
@@ -190,7 +184,7 @@ def init_policy_state(
     if update_spec.critic is None:
         return state
     critic = init_critic(model, update_spec.critic.kind, policy)
-    opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
+    opt_state = jax.jit(update_spec.critic.optimizer.init)(critic)
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
 
 

@@ -1,7 +1,7 @@
 """Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
 
 Layers call `attend` and `attend_packed`. The plain reference runs everywhere; the kernels
-that a run takes (`kernels`) have the same arguments.
+that a run takes (`kernels`) run on each shard.
 """
 
 import functools
@@ -44,7 +44,8 @@ def attend(
     width = q_BTNH.shape[1]
     if "cached" in kernels:
         kernel = kernel_module(platform()).attend
-        return kernel(q_BTNH, layer, start_B, kv_heads, window=window, softcap=softcap)
+        kernel = functools.partial(kernel, window=window, softcap=softcap)
+        return on_shards(kernel, q_BTNH, *layer, start_B, like=q_BTNH)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
     if is_flat(layer):
         reference = functools.partial(_flat_reference, kv_heads=kv_heads, softcap=softcap)
@@ -87,13 +88,15 @@ def attend_packed(
     The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
     and a piece skips the keys that none of its queries sees.
     """
-    queries = q_BTNH.shape[1]
+    rows, queries = q_BTNH.shape[:2]
     slots_BT = jnp.arange(queries)[None, :]
+    if ends_BT is None:
+        ends_BT = jnp.full((rows, queries), queries, out_sharding=axes("batch", None))
     positions_BT = slots_BT if positions_BT is None else positions_BT
     local = _local(window, positions_BT, positions_BT)
     if "packed" in kernels:
-        kernel = kernel_module(platform()).attend_packed
-        return kernel(q_BTNH, k_BTKH, v_BTKH, ends_BT, local=local, softcap=softcap)
+        kernel = functools.partial(kernel_module(platform()).attend_packed, softcap=softcap)
+        return on_shards(kernel, q_BTNH, k_BTKH, v_BTKH, ends_BT, local, like=q_BTNH)
     k_BKHS = k_BTKH.transpose(0, 2, 3, 1)
     v_BKSH = v_BTKH.transpose(0, 2, 1, 3)
     reference = functools.partial(_reference, softcap=softcap)
@@ -127,7 +130,7 @@ def _last_keys(
     q_BTNH: Array,
     k_BKHS: Array,
     v_BKSH: Array,
-    ends_BS: Array | None,
+    ends_BS: Array,
     local: Local | None,
 ) -> Array:
     """Attend with the queries in the slots from `start` on, over the keys that they may see.
@@ -141,17 +144,15 @@ def _last_keys(
         jnp.arange(start, stop), (rows, queries), out_sharding=axes("batch", None)
     )
 
-    def attend(
-        first: int, q: Array, k: Array, v: Array, ends: Array | None, local: Local | None
-    ) -> Array:
+    def attend(first: int, q: Array, k: Array, v: Array, ends: Array, local: Local | None) -> Array:
         keys = k[..., first:stop]
         values = v[:, :, first:stop]
-        ends = None if ends is None else ends[:, first:stop] - first
+        ends = ends[:, first:stop] - first
         if local is not None:
             local = local._replace(positions=local.positions[:, first:stop])
         return jax.checkpoint(reference)(q, keys, values, slots_BT - first, local, ends)
 
-    if ends_BS is None or not start:
+    if not start:
         return attend(0, q_BTNH, k_BKHS, v_BKSH, ends_BS, local)
     firsts = []
     size = queries

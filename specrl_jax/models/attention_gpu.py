@@ -1,4 +1,4 @@
-"""Attention by kernels for GPUs; the arguments are those of `attention`.
+"""Attention by kernels for GPUs, on a shard; the arguments are those of `attention`.
 
 Steps over the cache, of one token or of several, go to a Pallas kernel that reads only the slots
 that a row has filled and its window holds, once for all queries of a key/value head:
@@ -16,9 +16,7 @@ from jax.experimental import pallas as pl
 from specrl_jax.models import attention_gpu_packed, gpu
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.gpu import triton
-from specrl_jax.models.kv_cache import Layer
 from specrl_jax.models.scores import Local, softcapped
-from specrl_jax.sharding import on_shards
 
 _LEAST_ROWS = 16  # of a product by tensor cores
 _MOST_ROWS = 64  # queries of a program; more would not fit its registers
@@ -43,23 +41,12 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 
 
 def attend(
-    q_BTNH: Array,
-    layer: Layer,
-    start_B: Array,
-    kv_heads: int,
-    *,
-    window: int | None = None,
-    softcap: float = 0.0,
-) -> Array:
-    """Compute `attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
-    own = functools.partial(_attend_on_shard, window=window, softcap=softcap)
-    return on_shards(own, q_BTNH, *layer, start_B, like=q_BTNH)
-
-
-def _attend_on_shard(
     q_BTNH: Array, kv_BCSH: Array, start_B: Array, *, window: int | None, softcap: float
 ) -> Array:
-    """Attend with a key/value head's T·G queries as rows of one product: a block in a program."""
+    """Compute `attention.attend` of a cache whose layers are one array.
+
+    A key/value head's T·G queries are rows of one product: a block in a program.
+    """
     batch, width, heads, size = q_BTNH.shape
     kv_heads = kv_BCSH.shape[1] // 2
     slots = kv_BCSH.shape[2]
@@ -172,25 +159,12 @@ def attend_packed(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
-    ends_BT: Array | None,
-    *,
-    local: Local | None = None,
-    softcap: float = 0.0,
-) -> Array:
-    """Compute `attention.attend_packed`, with its gradient."""
-    own = functools.partial(_packed_on_shard, softcap=softcap)
-    return on_shards(own, q_BTNH, k_BTKH, v_BTKH, ends_BT, local, like=q_BTNH)
-
-
-def _packed_on_shard(
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
-    ends_BT: Array | None,
+    ends_BT: Array,
     local: Local | None,
     *,
     softcap: float,
 ) -> Array:
+    """Compute `attention.attend_packed`, with its gradient."""
     batch, tokens, _, size = q_BTNH.shape
     tiling = attention_gpu_packed.tiling(tokens, size, q_BTNH.dtype)
     extra = -tokens % max(max(blocks.queries, blocks.keys) for blocks in tiling)
@@ -201,8 +175,6 @@ def _packed_on_shard(
         return jnp.pad(x, pads, constant_values=value) if extra else x
 
     # A padded token sees itself, and is seen by padded ones alone.
-    if ends_BT is None:
-        ends_BT = jnp.full((batch, tokens), tokens + extra)
     mask = attention_gpu_packed.Mask(padded(ends_BT, tokens + extra), None, None)
     if local is not None:
         mask = mask._replace(first=padded(local.first), positions=padded(local.positions))

@@ -1,4 +1,4 @@
-"""Attention by Pallas kernels that ship with JAX for TPUs; the arguments are those of `attention`.
+"""Attention by Pallas kernels that ship with JAX for TPUs, on a shard; arguments as of `attention`.
 
 Rows of the cache go to ragged_paged_attention, which reads only the slots that a row has filled: a
 cache layer [B, S, 2 K, H] is cut into pages where it lies. Packed sequences go to splash_attention
@@ -15,9 +15,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer
 from specrl_jax.models.scores import Local
-from specrl_jax.sharding import on_shards, shards
+from specrl_jax.sharding import shards
 
 _LANES = 128
 _LEAST_PAGE = 16  # slots
@@ -49,22 +48,9 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 
 
 def attend(
-    q_BTNH: Array,
-    layer: Layer,
-    start_B: Array,
-    kv_heads: int,
-    *,
-    window: int | None = None,
-    softcap: float = 0.0,
-) -> Array:
-    """Compute `attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
-    own = functools.partial(_attend_on_shard, window=window, softcap=softcap)
-    return on_shards(own, q_BTNH, *layer, start_B, like=q_BTNH)
-
-
-def _attend_on_shard(
     q_BTNH: Array, kv_BSCH: Array, start_B: Array, *, window: int | None, softcap: float
 ) -> Array:
+    """Compute `attention.attend` of a cache whose layers are one array."""
     rows, width, heads, size = q_BTNH.shape
     if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # a copy: of caches whose slots do not fit
         kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
@@ -90,25 +76,12 @@ def attend_packed(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
-    ends_BT: Array | None,
-    *,
-    local: Local | None = None,
-    softcap: float = 0.0,
-) -> Array:
-    """Compute `attention.attend_packed`, with its gradient."""
-    own = functools.partial(_packed_on_shard, softcap=softcap)
-    return on_shards(own, q_BTNH, k_BTKH, v_BTKH, ends_BT, local, like=q_BTNH)
-
-
-def _packed_on_shard(
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
-    ends_BT: Array | None,
+    ends_BT: Array,
     local: Local | None,
     *,
     softcap: float,
 ) -> Array:
+    """Compute `attention.attend_packed`, with its gradient."""
     rows, tokens = q_BTNH.shape[:2]
     block = min(_BLOCK, -(-tokens // _LANES) * _LANES)
     extra = -tokens % block  # no real query sees the keys after it
@@ -118,8 +91,7 @@ def _packed_on_shard(
 
     # Padded tokens see themselves and some before them.
     pads = ((0, 0), (0, extra))
-    if ends_BT is not None:
-        ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
+    ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
     if local is not None:
         local = Local(*(jnp.pad(jnp.broadcast_to(x, (rows, tokens)), pads) for x in local))
     one = jax.checkpoint(
@@ -136,29 +108,20 @@ def _one_sequence(
     q_NTH: Array,
     k_KTH: Array,
     v_KTH: Array,
-    ends_T: Array | None,
+    ends_T: Array,
     local: Local | None,
     *,
     block: int,
     softcap: float,
 ) -> Array:
-    heads, tokens, _ = q_NTH.shape
-    is_dynamic = ends_T is not None or local is not None
-    if is_dynamic:
-        i = jnp.arange(tokens)[:, None]
-        j = jnp.arange(tokens)[None, :]
-        mask = j <= i
-        if ends_T is not None:
-            mask &= i < ends_T[None, :]
-        if local is not None:
-            mask &= local.first[:, None] <= local.positions[None, :]
-        mask = mask[None]  # the same for all heads
-    else:
-        causal = splash.CausalMask((tokens, tokens))
-        mask = splash.MultiHeadMask([causal] * heads)
+    i = jnp.arange(q_NTH.shape[1])[:, None]
+    j = jnp.arange(q_NTH.shape[1])[None, :]
+    mask = (j <= i) & (i < ends_T[None, :])
+    if local is not None:
+        mask &= local.first[:, None] <= local.positions[None, :]
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash.make_splash_mha(
-        mask,
+        mask[None],  # the same for all heads
         block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
         attn_logits_soft_cap=softcap or None,
         head_shards=1,
@@ -166,6 +129,6 @@ def _one_sequence(
         residual_checkpoint_name=_OUTPUTS,
         interpret=_INTERPRET,
     )
-    if is_dynamic:  # the library has made this an array, which it then cannot test in a trace
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+    # The library has made this an array, which it then cannot test in a trace.
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
     return kernel(q_NTH, k_KTH, v_KTH)

@@ -49,7 +49,12 @@ def load(source: str) -> tuple[ModelConfig, dict[str, Any]]:
     one line, for what the source lacks or what the package cannot represent.
     """
     config, checkpoint = _open(source, "model.source")
-    return config, _read_parameters(config, checkpoint)
+    # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
+    shapes = flatten_dict(param_shapes(config), sep="/")
+    leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
+    for name, view in _views(config, leaves).items():
+        view[...] = _read(checkpoint, name).reshape(view.shape)
+    return config, unflatten_dict(leaves, sep="/")
 
 
 def load_config(source: str, field: str = "model.source") -> ModelConfig:
@@ -109,7 +114,7 @@ def save(
     _write_json(path / "config.json", values | (token_ids or {}))
     _write_json(path / "generation_config.json", {**(token_ids or {}), **(generation or {})})
     leaves = {k: np.asarray(x, np.float32) for k, x in flatten_dict(params, sep="/").items()}
-    _save_weights(path, _tensors(config, leaves), max_shard_bytes)
+    _save_weights(path, _views(config, leaves), _file_shapes(config), max_shard_bytes)
 
 
 def save_adapters(
@@ -166,6 +171,8 @@ def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
 
 
 def _open_directory(path: Path) -> Checkpoint:
+    from safetensors import safe_open
+
     single = path / "model.safetensors"
     index = path / _INDEX
     config = read_json(path / "config.json")
@@ -177,8 +184,11 @@ def _open_directory(path: Path) -> Checkpoint:
     else:
         rule = f"must hold model.safetensors or {_INDEX}; convert other formats with transformers"
         raise ValueError(f"{path} {rule}")
-    handles = [_open_safetensors(shard) for shard in shards]
-    files = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (no dict)
+    files = {}
+    for shard in shards:
+        with one_line(f"{shard} must be a whole safetensors file"):
+            handle = safe_open(shard, framework="np")  # bfloat16 comes as ml_dtypes', without torch
+        files |= dict.fromkeys(handle.keys(), handle)
     stored = {name: name for name in files}
     if config.get("model_type") in IMAGE_MODELS:
         parts = {name: _TEXT_PART.fullmatch(name) for name in files}
@@ -193,38 +203,16 @@ def _open_directory(path: Path) -> Checkpoint:
     return Checkpoint(str(path / "config.json"), config, shapes, read)
 
 
-def _open_safetensors(path: Path) -> Any:
-    from safetensors import safe_open
-
-    with one_line(f"{path} must be a whole safetensors file"):
-        return safe_open(path, framework="np")  # bfloat16 comes as ml_dtypes', without torch
-
-
 # --- weights -------------------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-    """One tensor of a file."""
-
-    view: np.ndarray  # its part of our arrays, with axes in the file's order
-    shape: tuple[int, ...]  # in the file, where one axis may hold several of these
-
-
-def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, _Tensor]:
-    """Return every tensor of a file with this config, by name, layer by layer."""
+def _views(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return each tensor's part of our arrays, axes in the file's order, by name; its shape in the
+    file may join axes."""
     return {
-        file_name: _Tensor(parameter.in_file_order(leaves[leaf][at]), parameter.file_shape(config))
+        file_name: parameter.in_file_order(leaves[leaf][at])
         for file_name, parameter, leaf, at in _in_file(config)
     }
-
-
-def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
-    shapes = flatten_dict(param_shapes(config), sep="/")
-    leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
-    for name, (view, _) in _tensors(config, leaves).items():
-        view[...] = _read(checkpoint, name).reshape(view.shape)
-    return unflatten_dict(leaves, sep="/")
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -269,21 +257,23 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return tensor
 
 
-def _save_weights(path: Path, tensors: dict[str, _Tensor], max_shard_bytes: int) -> None:
+def _save_weights(
+    path: Path,
+    views: dict[str, np.ndarray],
+    shapes: dict[str, tuple[int, ...]],
+    max_shard_bytes: int,
+) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.view.nbytes,
+        views,
+        get_storage_size=lambda view: view.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        stored = {
-            name: np.ascontiguousarray(tensors[name].view).reshape(tensors[name].shape)
-            for name in names
-        }
+        stored = {n: np.ascontiguousarray(views[n]).reshape(shapes[n]) for n in names}
         save_file(stored, path / file, metadata={"format": "pt"})
         (path / file).chmod((path / "config.json").stat().st_mode)  # not the owner's alone
     written = {path / file for file in split.filename_to_tensors}

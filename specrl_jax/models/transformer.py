@@ -69,10 +69,6 @@ class Transformer(nnx.Module):
         place = Place(start_B, ends_BT)
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
-        if (place.starts is None) != (cache is None):
-            raise ValueError(
-                "tokens that start after others need a KV cache of the others, got none"
-            )
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
         rotary_BT = slots_BT if positions_BT is None else positions_BT
@@ -132,8 +128,6 @@ class Transformer(nnx.Module):
                 x_BTD, layer_cache = block(x_BTD, ropes[local], own_place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, tuple(new_cache)
-        if cache is not None:
-            raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
         def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
             params, local = inputs

@@ -73,8 +73,18 @@ class WholeRollout:
         return drafts
 
     def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
-        """Return earlier responses for the draft source."""
-        return stored_responses(run, state, prompts)
+        """Return earlier responses for the draft source, newest generation first.
+
+        Groups that are rolled out in parts are stored in parts: these are put together.
+        """
+        part = run.rollout_spec.group_size
+        firsts = range(0, run.config.rollout.group_size, part)
+        if len(firsts) == 1:
+            return state.store.sources(prompts, step=state.step)
+        whole = state.stream.find([example.base_id for example in prompts.examples])
+        parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+        tokens = jnp.concatenate([tokens for tokens, _ in parts], axis=2)
+        return tokens, jnp.concatenate([lens for _, lens in parts], axis=2)
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
         """Tell what chooses the next prompts of a rollout's rewards."""
@@ -124,7 +134,7 @@ class RunningAhead(WholeRollout):
         return begun.drafts_for(prompts, drafts)
 
     def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
-        tokens, lens = stored_responses(run, state, prompts)
+        tokens, lens = super().history(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
         begun_tokens, begun_lens = state.run_ahead.sources(prompts)
         tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
@@ -285,22 +295,6 @@ def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: D
         rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
         left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
     return without_drafts(drafts, left_out.reshape(-1))
-
-
-def stored_responses(run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
-    """Return all stored responses, newest generation first.
-
-    Groups that are rolled out in parts are stored in parts: these are put together.
-    """
-    part = run.rollout_spec.group_size
-    firsts = range(0, run.config.rollout.group_size, part)
-    if len(firsts) == 1:
-        return state.store.sources(prompts, step=state.step)
-    whole = state.stream.find([example.base_id for example in prompts.examples])
-    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
-    tokens = jnp.concatenate([tokens for tokens, _ in parts], axis=2)
-    lens = jnp.concatenate([lens for _, lens in parts], axis=2)
-    return tokens, lens
 
 
 def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:

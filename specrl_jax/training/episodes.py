@@ -146,17 +146,11 @@ class ResponseScorer:
             result = roll_out(spec, weights, prompts, noise, **options)
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
-            return self._score_rollout(prompts, result, tokens, lens)
-
-    def _score_rollout(
-        self, prompts: Prompts, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
-    ) -> Responses:
-        """Return what a rollout of one turn gave, with its rewards."""
-        prompts = select(prompts, result.groups)
-        texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
-        parts = self.answer_parts(prompts, texts)
-        problems = _problems(prompts, range(len(lens)), len(lens))
-        scores = self.score(texts, *problems, parts)
+            prompts = select(prompts, result.groups)
+            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
+            parts = self.answer_parts(prompts, texts)
+            problems = _problems(prompts, range(len(lens)), len(lens))
+            scores = self.score(texts, *problems, parts)
         return Responses(prompts, result, tokens, lens, scores)
 
     def text(self, ids: np.ndarray) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,15 +148,10 @@ def _update_by_mini_batches(
     values |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
         values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    updates = _count_updates(state.train.opt_state)
+    (_, count), *_ = optax.tree.get_all_with_path(state.train.opt_state, "count")
+    updates = int(hosts.fetch(count))
     values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in values.items()}
-
-
-def _count_updates(opt_state: Any) -> int:
-    """Return how many updates an optimizer has made."""
-    (_, count), *_ = optax.tree.get_all_with_path(opt_state, "count")
-    return int(hosts.fetch(count))
 
 
 def select_rows(

@@ -14,24 +14,17 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.sharding import move
 from specrl_jax.training.collect import TrainBatch
-from specrl_jax.training.episodes import Responses, Turns
+from specrl_jax.training.episodes import Turns
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
 from specrl_jax.types import Prompts, Rollout, StatePart
-
-
-class Collected(NamedTuple):
-    """Batch of a step, and the responses that its rollouts gave."""
-
-    batch: TrainBatch
-    rollouts: list[Responses]
 
 
 class RolloutQueue(StatePart, contextlib.AbstractContextManager):
@@ -62,8 +55,8 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
         """Return how many steps have begun whose batch was not taken."""
         return len(self._waiting) + len(self._under_way)
 
-    def begin(self, collect: Callable[..., Collected], *args: Any) -> None:
-        """Begin the rollouts of the next step, once those before them are done."""
+    def begin(self, collect: Callable, *args: Any) -> None:
+        """Begin the rollouts of the next step by `train.collect`, once those before are done."""
         self._under_way.append(self._executor.submit(collect, *args))
 
     def call(self, function: Callable, *args: Any) -> Any:

@@ -55,7 +55,7 @@ class RunLog(contextlib.AbstractContextManager):
                 functions=list(reward_terms(run.config.reward.name)),
             )
         warn = self._metrics.show
-        self._page = ReportWriter(folder, self._writes and settings.report, warn)
+        self.page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
         self._text = run.scorer.text
         self._print_every = settings.print_every
@@ -140,13 +140,9 @@ class RunLog(contextlib.AbstractContextManager):
             text = self._text(responses.tokens[row, : responses.lens[row]])
             self._metrics.show(f"  reward {reward}: {_shown(text)}")
 
-    def refresh_page(self) -> None:
-        """Write the report page again, where it is not too soon."""
-        self._page.refresh()
-
     def __exit__(self, *_: object) -> None:
         with self._metrics:  # closed also where the page cannot be written
-            self._page.close()
+            self.page.close()
 
 
 def _shown(text: str) -> str:

@@ -5,7 +5,6 @@ Its result is a pure function of the configuration and the data.
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.algorithms.scoring import unpacked
-from specrl_jax.algorithms.update import Sums, join, update
+from specrl_jax.algorithms.scoring import RowTokens, unpacked
+from specrl_jax.algorithms.update import Sums, update
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
     PolicyState,
@@ -33,6 +32,7 @@ from specrl_jax.data.prompts import (
     right_padded,
 )
 from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
@@ -44,17 +44,6 @@ _MUST_BE_FINITE = {
     "loss": "warmup.learning_rate",
     "weight_norm": "warmup.learning_rate",
 }
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Demonstrations:
-    """N prompts with their answers, right-padded."""
-
-    prompts: np.ndarray | Array  # int32 [N, P]
-    prompt_lens: np.ndarray | Array  # int32 [N]
-    responses: np.ndarray | Array  # int32 [N, R], end of sequence included
-    response_lens: np.ndarray | Array  # int32 [N]
 
 
 def warm_up(
@@ -95,11 +84,11 @@ def warm_up(
         f"{len(texts) - len(pairs)} too long left out",
         flush=True,
     )
-    data = Demonstrations(
-        *right_padded([p for p, _ in pairs], prompt_len, tokenizer.pad_id),
-        *right_padded([a for _, a in pairs], response_len, tokenizer.pad_id),
-    )
-    fingerprint = {"the demonstrations": digest(*jax.tree.leaves(data))}
+    rows = [[*p, *a] for p, a in pairs]
+    tokens, lens = right_padded(rows, prompt_len + response_len, tokenizer.pad_id)
+    prompt_lens = np.array([len(p) for p, _ in pairs], np.int32)
+    data = RowTokens(tokens, prompt_lens, lens - prompt_lens, response_len)
+    fingerprint = {"the demonstrations": digest(*data[:3])}
     hosts.check_same(fingerprint, "give them the same files")
     return supervise(update_spec, params, data, settings, config.seed, frozen)
 
@@ -107,7 +96,7 @@ def warm_up(
 def supervise(
     update_spec: UpdateSpec,
     params: Params,
-    data: Demonstrations,
+    data: RowTokens,
     settings,
     seed: int,
     frozen: Params | None = None,
@@ -119,11 +108,11 @@ def supervise(
     """
     steps = settings.steps
     size = settings.batch_size
-    total = len(data.prompts)
+    total = len(data.tokens)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     update_spec = dataclasses.replace(
         update_spec,
-        loss=LossConfig(solution_coef=1.0, max_response_len=data.responses.shape[1]),
+        loss=LossConfig(solution_coef=1.0, max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
         skip_nonfinite=False,
@@ -137,8 +126,7 @@ def supervise(
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]
-        chosen = jax.tree.map(operator.itemgetter(index), data)
-        batches = jax.tree.map(lambda x: put(x, None, "batch", *(None,) * (x.ndim - 2)), chosen)
+        batches = tuple(put(x[index], None, "batch", *(None,) * (x.ndim - 1)) for x in data[:3])
         state, sums = _run(update_spec, state, batches, frozen)
         sums = hosts.fetch(sums)
         step = min(start + chunk, steps)
@@ -155,34 +143,28 @@ def supervise(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _run(
-    update_spec: UpdateSpec, state: PolicyState, batches: Demonstrations, frozen: Params | None
+    update_spec: UpdateSpec,
+    state: PolicyState,
+    batches: tuple[Array, Array, Array],
+    frozen: Params | None,
 ) -> tuple[PolicyState, Sums]:
     """Return the state after an update on each batch, and the scalars of the updates, [steps].
 
-    batches: arrays [steps, B, ...].
+    batches: `RowTokens.tokens`, `prompt_lens` and `response_lens`, [steps, B, ...].
     """
-    slots = batches.responses.shape[-1]
+    slots = update_spec.loss.max_response_len
 
-    def step(state: PolicyState, rows: Demonstrations) -> tuple[PolicyState, Sums]:
-        batch = _given_batch(rows)
+    def step(state: PolicyState, rows: tuple[Array, Array, Array]) -> tuple[PolicyState, Sums]:
+        tokens, prompt_lens, response_lens = rows
+        columns = prompt_lens[:, None] + jnp.arange(slots)[None, :]
+        nothing = jnp.zeros_like(columns, jnp.float32)
+        given = jnp.ones_like(response_lens, bool)
+        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, given=given)
         if state.draft_head is not None and state.draft_head.counts is not None:
-            counts = count_tokens(state.draft_head.counts, rows.responses, batch.mask)
+            responses = take_slots(tokens, columns)
+            counts = count_tokens(state.draft_head.counts, responses, batch.mask)
             head = dataclasses.replace(state.draft_head, counts=counts)
             state = dataclasses.replace(state, draft_head=head)
-        packed = unpacked(batch.tokens, rows.prompt_lens, slots)
-        return update(update_spec, state, batch, packed, frozen)
+        return update(update_spec, state, batch, unpacked(tokens, prompt_lens, slots), frozen)
 
     return jax.lax.scan(step, state, batches)
-
-
-def _given_batch(rows: Demonstrations) -> Batch:
-    """Return a batch whose responses are all given."""
-    nothing = jnp.zeros_like(rows.responses, jnp.float32)
-    return Batch(
-        tokens=join(rows.prompts, rows.prompt_lens, rows.responses),
-        prompt_lens=rows.prompt_lens,
-        response_lens=rows.response_lens,
-        old_logprobs=nothing,
-        advantages=nothing,
-        given=jnp.ones_like(rows.response_lens, bool),
-    )

@@ -8,18 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from update_reference import (
-    GRADIENT,
-    LEARNER,
-    MODEL,
-    ROWS,
-    TWO_ROWS,
-    distance,
-    host_batch,
-    on_mesh,
-    pack,
-    place_params,
-)
+import update_reference as ref
 
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.update import update
@@ -32,13 +21,13 @@ OVERLAPS = (0.4, 0.1)  # of an update before, by draft token: λ is exp(-1.2), e
 
 
 def learner(vocab=0, **changes):
-    training = DraftHeadTraining(GRADIENT, len(OVERLAPS), vocab)
-    return dataclasses.replace(LEARNER, draft_head=training, **changes)
+    training = DraftHeadTraining(ref.GRADIENT, len(OVERLAPS), vocab)
+    return dataclasses.replace(ref.LEARNER, draft_head=training, **changes)
 
 
 def begin(update_spec):
     """The state before an update whose head has moved away from its first parameters."""
-    state = init_policy_state(update_spec, place_params())
+    state = init_policy_state(update_spec, ref.place_params())
     head = state.draft_head
     rng = np.random.default_rng(5)
 
@@ -49,7 +38,7 @@ def begin(update_spec):
     params = jax.tree.map(nudge, head.params)
     counts = None
     if head.counts is not None:
-        counts = put(np.arange(MODEL.vocab_size, dtype=np.int32) % 5, None)
+        counts = put(np.arange(ref.MODEL.vocab_size, dtype=np.int32) % 5, None)
     overlap = put(np.float32(OVERLAPS), None)
     head = dataclasses.replace(head, params=params, counts=counts, overlap=overlap)
     return dataclasses.replace(state, draft_head=head)
@@ -57,11 +46,11 @@ def begin(update_spec):
 
 def plain_loss(head_params, params, batch, ids):
     """The loss and Σ min(p, q) a token, [depth], by rows that are computed one by one."""
-    model = Transformer(MODEL, params)
-    head = DraftHead(MODEL, head_params)
+    model = Transformer(ref.MODEL, params)
+    head = DraftHead(ref.MODEL, head_params)
     total = 0.0
     overlap = [0.0] * len(OVERLAPS)
-    for row in range(ROWS):
+    for row in range(ref.ROWS):
         first, count = batch.prompt_lens[row], batch.response_lens[row]
         tokens = jnp.asarray(batch.tokens[row, : first + count])[None]
         states = hidden = model(tokens)[0]
@@ -83,27 +72,27 @@ def plain_loss(head_params, params, batch, ids):
 def log_probs(model, states, ids):
     """[T, n] over these tokens."""
     logits = jax.sharding.reshard(model.logits(states), jax.P(None, None, None))
-    return jax.nn.log_softmax(logits[0][:, ids] / LEARNER.temperature)
+    return jax.nn.log_softmax(logits[0][:, ids] / ref.LEARNER.temperature)
 
 
 @pytest.mark.parametrize(
-    ("vocab", "chunk"), [pytest.param(0, 100, marks=pytest.mark.slow), (5, TWO_ROWS)]
+    ("vocab", "chunk"), [pytest.param(0, 100, marks=pytest.mark.slow), (5, ref.TWO_ROWS)]
 )
 def test_the_gradient_is_that_of_rows_alone(mesh, vocab, chunk):
     """Rows 2 and 3 share all but their last token: their trie is computed once."""
-    update_spec = learner(vocab, logits_chunk=100 if vocab == 0 else LEARNER.logits_chunk)
-    batch = host_batch(shared=True)
+    update_spec = learner(vocab, logits_chunk=100 if vocab == 0 else ref.LEARNER.logits_chunk)
+    batch = ref.host_batch(shared=True)
     state = begin(update_spec)
     head = state.draft_head
     # 4, 9 and 3, 8 come most often in `begin`; of 2 and 7 the first is taken.
-    ids = np.array([2, 3, 4, 8, 9]) if vocab else np.arange(MODEL.vocab_size)
+    ids = np.array([2, 3, 4, 8, 9]) if vocab else np.arange(ref.MODEL.vocab_size)
     value = jax.value_and_grad(plain_loss, has_aux=True)
     (loss, overlap), want = jax.jit(functools.partial(value, batch=batch, ids=ids))(
         head.params, state.params
     )
-    packed = pack(batch, update_spec, chunk=chunk)
-    after, sums = update(update_spec, state, on_mesh(batch), packed)
-    assert distance(after.draft_head.opt_state, want) <= 2e-6
+    packed = ref.pack(batch, update_spec, chunk=chunk)
+    after, sums = update(update_spec, state, ref.on_mesh(batch), packed)
+    assert ref.distance(after.draft_head.opt_state, want) <= 2e-6
     np.testing.assert_allclose(sums["head_loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(after.draft_head.overlap, overlap, rtol=1e-5)
     assert sums["head_tokens"] == batch.response_lens.sum()
@@ -113,12 +102,12 @@ def test_the_policy_learns_bit_for_bit_the_same(mesh):
     """As a user's compiler takes it: which operations become one follows from the whole program."""
     optimizer = optax.adamw(1e-2)
     training = DraftHeadTraining(optimizer, 1, 0)
-    batch = on_mesh(host_batch(shared=True))
+    batch = ref.on_mesh(ref.host_batch(shared=True))
     states = []
     for draft_head in (None, training):
-        spec = dataclasses.replace(LEARNER, optimizer=optimizer, draft_head=draft_head)
-        state = init_policy_state(spec, place_params())
-        packed = pack(batch, spec)
+        spec = dataclasses.replace(ref.LEARNER, optimizer=optimizer, draft_head=draft_head)
+        state = init_policy_state(spec, ref.place_params())
+        packed = ref.pack(batch, spec)
         program = update.lower(spec, state, batch, packed)
         step = program.compile({"xla_cpu_use_fusion_emitters": True})
         for _ in range(3):
@@ -132,10 +121,10 @@ def test_the_policy_learns_bit_for_bit_the_same(mesh):
 
 def test_the_head_comes_to_say_what_the_policy_says(mesh):
     training = DraftHeadTraining(optax.adam(1e-2), 2, 0)
-    spec = dataclasses.replace(LEARNER, optimizer=optax.sgd(0.0), draft_head=training)
-    batch = on_mesh(host_batch())
-    packed = pack(batch, spec)
-    state = init_policy_state(spec, place_params())
+    spec = dataclasses.replace(ref.LEARNER, optimizer=optax.sgd(0.0), draft_head=training)
+    batch = ref.on_mesh(ref.host_batch())
+    packed = ref.pack(batch, spec)
+    state = init_policy_state(spec, ref.place_params())
     overlaps = []
     for _ in range(100):
         state, _ = update(spec, state, batch, packed)

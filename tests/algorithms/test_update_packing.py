@@ -5,24 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import update_reference as ref
 from small_models import random_params
-from update_reference import (
-    GRADIENT,
-    LEARNER,
-    LOSS,
-    MODEL,
-    PROMPT,
-    RESPONSE,
-    ROWS,
-    TWO_ROWS,
-    distance,
-    gradient,
-    host_batch,
-    on_mesh,
-    pack,
-    place_params,
-    plain_loss,
-)
 
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
@@ -32,23 +16,7 @@ from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
 
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("chunk", [TWO_ROWS, 256])
-def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, chunk):
-    """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
-    batch = host_batch(shared=True)
-    update_spec = dataclasses.replace(LEARNER, packing=packing)
-    got, metrics = gradient(update_spec, batch, chunk=chunk)
-    value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, range(ROWS))))(
-        place_params()
-    )
-    assert distance(got, want) <= 2e-6
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert metrics["tokens"] == batch.response_lens.sum()
-
-
-WINDOW = MODEL.replace(
+WINDOW = ref.MODEL.replace(
     num_layers=3,
     sliding_window=2,
     sliding_window_pattern=2,
@@ -60,27 +28,27 @@ WINDOW = MODEL.replace(
 @pytest.mark.parametrize("packing", sorted(set(PACKINGS) - {"rows"}))
 def test_packed_rows_of_local_layers_give_the_gradient_of_padded_rows(mesh, packing):
     """Slots of a trie lie further apart than the positions that the window counts."""
-    batch = on_mesh(host_batch(shared=True))
+    batch = ref.on_mesh(ref.host_batch(shared=True))
     params = random_params(WINDOW, 0.4)
 
     def gradient_by(packing: str):
-        spec = dataclasses.replace(LEARNER, model=WINDOW, packing=packing)
+        spec = dataclasses.replace(ref.LEARNER, model=WINDOW, packing=packing)
         state = init_policy_state(spec, transformer.place_params(WINDOW, params))
-        state, sums = update(spec, state, batch, pack(batch, spec))
+        state, sums = update(spec, state, batch, ref.pack(batch, spec))
         return state.opt_state, sums["loss"]
 
     got, loss = gradient_by(packing)
     want, padded_loss = gradient_by("rows")
-    assert distance(got, want) <= 2e-6
+    assert ref.distance(got, want) <= 2e-6
     np.testing.assert_allclose(loss, padded_loss, rtol=1e-5)
 
 
 def _random_rows(seed: int) -> Batch:
     """Two groups: a whole row twice, a row and its beginning, an empty one, full ones."""
-    rng, size = np.random.default_rng(seed), (8, PROMPT + RESPONSE)
-    prompt_lens = np.repeat(rng.integers(1, PROMPT + 1, 2), 4).astype(np.int32)
-    response_lens = rng.integers(1, RESPONSE + 1, 8).astype(np.int32)
-    response_lens[[3, 5, 6]] = 0, RESPONSE, RESPONSE
+    rng, size = np.random.default_rng(seed), (8, ref.PROMPT + ref.RESPONSE)
+    prompt_lens = np.repeat(rng.integers(1, ref.PROMPT + 1, 2), 4).astype(np.int32)
+    response_lens = rng.integers(1, ref.RESPONSE + 1, 8).astype(np.int32)
+    response_lens[[3, 5, 6]] = 0, ref.RESPONSE, ref.RESPONSE
     tokens = rng.integers(0, 3, size).astype(np.int32)  # of three, so that beginnings are shared
     columns = np.arange(size[1])
     shared = columns < prompt_lens[:, None]
@@ -89,7 +57,7 @@ def _random_rows(seed: int) -> Batch:
     response_lens[1] = response_lens[0]
     tokens[columns >= (prompt_lens + response_lens)[:, None]] = 0
     names = "old_logprobs", "advantages", "ref_logprobs", "values", "returns"
-    floats = rng.normal(scale=0.5, size=(5, 8, RESPONSE)).astype(np.float32)
+    floats = rng.normal(scale=0.5, size=(5, 8, ref.RESPONSE)).astype(np.float32)
     return Batch(tokens, prompt_lens, response_lens, **dict(zip(names, floats)))
 
 
@@ -122,9 +90,9 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
     changes = dict(ALGORITHMS[name])
     kind = changes.pop("critic", None)
     keeps_mask = changes.pop("keeps_mask", False)
-    critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
-    loss = dataclasses.replace(LOSS, **changes)
-    rows = dataclasses.replace(LEARNER, loss=loss, critic=critic, packing="rows")
+    critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=ref.GRADIENT)
+    loss = dataclasses.replace(ref.LOSS, **changes)
+    rows = dataclasses.replace(ref.LEARNER, loss=loss, critic=critic, packing="rows")
     tries = dataclasses.replace(rows, packing="trie")
 
     def results(update_spec, shape):
@@ -139,11 +107,14 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
                     batch = dataclasses.replace(batch, values=None, returns=None)
                 if keeps_mask:
                     batch = dataclasses.replace(batch, support=_some_support(batch, seed))
-                state, batch = init_policy_state(update_spec, place_params()), on_mesh(batch)
+                state, batch = (
+                    init_policy_state(update_spec, ref.place_params()),
+                    ref.on_mesh(batch),
+                )
                 if critic:
                     head = put(np.random.default_rng(8).normal(size=8).astype(np.float32), None)
                     state = dataclasses.replace(state, critic=state.critic | {"head": head})
-                packed = pack(batch, update_spec, range(8))
+                packed = ref.pack(batch, update_spec, range(8))
                 read = logprobs(update_spec, state.params, packed, batch.support)
                 values = critic_values(update_spec, state, packed) if critic else None
                 state, metrics = update(update_spec, state, batch, packed)
@@ -153,29 +124,29 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
 
     expected = results(rows, (1, 1, 1))
     for got, want in zip(results(tries, (4, 2, 1)), expected, strict=True):
-        assert distance(got[0], want[0]) <= 1e-5
+        assert ref.distance(got[0], want[0]) <= 1e-5
         for mine, theirs in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_are_left_out_count_in_the_mean(mesh):
     """Rows 1 and 2 have no advantage: the gradient and the loss are those of all rows."""
-    batch = host_batch()
+    batch = ref.host_batch()
     advantages = batch.advantages.copy()
     advantages[[1, 2]] = 0
     batch = dataclasses.replace(batch, advantages=advantages)
     for aggregation in ("token", "sequence"):
-        settings = dataclasses.replace(LOSS, aggregation=aggregation)
-        update_spec = dataclasses.replace(LEARNER, loss=settings)
-        all_rows, _ = gradient(update_spec, batch)
-        got, metrics = gradient(update_spec, batch, included=np.array([1, 0, 0, 1], bool))
-        assert distance(got, all_rows) <= 2e-6
-        value = plain_loss(place_params(), batch, settings, range(ROWS))
+        settings = dataclasses.replace(ref.LOSS, aggregation=aggregation)
+        update_spec = dataclasses.replace(ref.LEARNER, loss=settings)
+        all_rows, _ = ref.gradient(update_spec, batch)
+        got, metrics = ref.gradient(update_spec, batch, included=np.array([1, 0, 0, 1], bool))
+        assert ref.distance(got, all_rows) <= 2e-6
+        value = ref.plain_loss(ref.place_params(), batch, settings, range(ref.ROWS))
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
         assert metrics["tokens"] == batch.response_lens[[0, 3]].sum()
 
 
 def test_without_any_row_to_compute_the_gradient_is_0(mesh):
-    got, metrics = gradient(LEARNER, host_batch(), included=np.zeros(ROWS, bool))
+    got, metrics = ref.gradient(ref.LEARNER, ref.host_batch(), included=np.zeros(ref.ROWS, bool))
     assert not any(np.any(x) for x in jax.tree.leaves(got))
     assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0

@@ -21,6 +21,7 @@ SLOTS = 88  # no multiple of a block
 # Small blocks, other ones for each kernel: a sequence has several of each.
 SMALL = Tiling(Blocks(32, 16, 4), Blocks(16, 32, 4), Blocks(16, 16, 4))
 WINDOWS = [None, 1, 9]
+by_kernel = functools.partial(attention.attend_packed, kernels=("packed",))
 
 
 class Case(NamedTuple):
@@ -37,6 +38,7 @@ class Case(NamedTuple):
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(attention_gpu, "_INTERPRET", True)
+    monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
 
 
 @pytest.fixture
@@ -138,30 +140,27 @@ def _run(attend, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
     return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
 
 
-def _check(case: Case, shape: tuple[int, int], masks: list[tuple[np.ndarray, ...]]) -> None:
+def check_packed(
+    case: Case, shape: tuple[int, int], masks: list[tuple[np.ndarray, ...]], error: float = 1e-5
+) -> None:
     """Compare kernel and reference on each (ends, positions); programs are compiled once.
 
     bfloat16: the reference computes in float32 what the kernel rounds.
     """
     options = {"window": case.window, "softcap": case.softcap}
+    kernel = jax.jit(functools.partial(_run, functools.partial(by_kernel, **options)))
 
     @jax.jit
-    def kernel(q, k, v, ends, positions):
-        local = attention._local(case.window, positions, positions)
-        attend = functools.partial(attention_gpu.attend_packed, softcap=case.softcap)
-        return _run(lambda *x: attend(*x, ends, local=local), q, k, v)
-
-    @jax.jit
-    def reference(q, k, v, ends, positions):
+    def reference(q, k, v, *mask):
         q, k, v = (x.astype("float32") for x in (q, k, v))
-        return _run(lambda *x: attention.attend_packed(*x, ends, positions, **options), q, k, v)
+        return _run(functools.partial(attention.attend_packed, **options), q, k, v, *mask)
 
-    error = 1e-5 if case.dtype == "float32" else 2**-6
+    error = error if case.dtype == "float32" else 2**-6
     for seed, mask in enumerate(masks):
         arrays = _heads(np.random.default_rng(seed), case, shape)
-        ends, positions = (None if x is None else put(x, "batch", None) for x in mask)
-        got = jax.tree.leaves(kernel(*arrays, ends, positions))
-        want = jax.tree.leaves(reference(*arrays, ends, positions))
+        arrays += [put(x, "batch", None) for x in mask]
+        got = jax.tree.leaves(kernel(*arrays))
+        want = jax.tree.leaves(reference(*arrays))
         for x, y in zip(got, want, strict=True):
             assert x.dtype == case.dtype
             atol = error * max(float(jnp.max(jnp.abs(y))), 1)
@@ -182,13 +181,7 @@ def _check(case: Case, shape: tuple[int, int], masks: list[tuple[np.ndarray, ...
 )
 def test_random_tries(mesh, small_blocks, case):
     tries = [_random_tries(seed) for seed in range(8)]
-    _check(case, (4, SLOTS), [(x.ends, x.depths) for x in tries])
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_plain_causal_sequences(mesh, small_blocks, window):
-    positions = np.tile(np.arange(SLOTS, dtype=np.int32), (2, 1))
-    _check(Case(window=window), (2, SLOTS), [(None, positions)])
+    check_packed(case, (4, SLOTS), [(x.ends, x.depths) for x in tries])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +192,7 @@ def test_plain_causal_sequences(mesh, small_blocks, window):
 def test_blocks_as_they_are(mesh, case):
     """Two sequences of 200 slots: of one or two blocks of the largest kind, more of others."""
     tries = _random_tries(0, sequences=2, slots=200)
-    _check(case, (2, 200), [(tries.ends, tries.depths)])
+    check_packed(case, (2, 200), [(tries.ends, tries.depths)])
 
 
 def test_a_mesh_of_several_devices(make_mesh, small_blocks):
@@ -207,10 +200,10 @@ def test_a_mesh_of_several_devices(make_mesh, small_blocks):
     tries = _random_tries(0)
     case = Case(window=9, softcap=1.5)
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        _check(case, (4, SLOTS), [(tries.ends, tries.depths)])
+        check_packed(case, (4, SLOTS), [(tries.ends, tries.depths)])
         q, k, v = _heads(np.random.default_rng(0), case, (4, SLOTS))
         ends = put(tries.ends, "batch", None)
-        grads, out = jax.jit(functools.partial(_run, attention_gpu.attend_packed))(q, k, v, ends)
+        grads, out = jax.jit(functools.partial(_run, by_kernel))(q, k, v, ends)
         for x, like in zip((*grads, out), (q, k, v, q), strict=True):
             assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
 
@@ -225,7 +218,7 @@ def test_blocks_that_no_query_sees_are_not_read(mesh, small_blocks):
     arrays = _heads(np.random.default_rng(0), Case(), (1, 96))
     own = (slots >= 32) & (slots < 64)
     spoilt = [jnp.where(own[None, :, None, None], jnp.nan, x) for x in arrays]
-    run = jax.jit(functools.partial(_run, attention_gpu.attend_packed))
+    run = jax.jit(functools.partial(_run, by_kernel))
     for got, want in zip(jax.tree.leaves(run(*spoilt, ends)), jax.tree.leaves(run(*arrays, ends))):
         np.testing.assert_array_equal(np.asarray(got)[:, ~own], np.asarray(want)[:, ~own])
         assert np.isnan(np.asarray(got)[:, own]).all()
@@ -237,9 +230,8 @@ def test_blocks_before_the_window_are_not_read(mesh, small_blocks):
     before = np.arange(96) < 32
     spoilt = [jnp.where(before[None, :, None, None], jnp.nan, x) for x in arrays]
     slots = put(np.arange(96, dtype=np.int32)[None], "batch", None)
-    local = attention._local(20, slots, slots)
-    attend = jax.jit(functools.partial(attention_gpu.attend_packed, local=local))
-    outputs = [np.asarray(attend(*x, None))[:, 64:] for x in (spoilt, arrays)]
+    attend = jax.jit(functools.partial(by_kernel, positions_BT=slots, window=20))
+    outputs = [np.asarray(attend(*x))[:, 64:] for x in (spoilt, arrays)]
     np.testing.assert_array_equal(*outputs)
 
 
@@ -260,11 +252,7 @@ def test_no_array_of_all_pairs_of_tokens(mesh):
     tokens = 4_096
     shapes = [jax.ShapeDtypeStruct((1, tokens, n, 16), "bfloat16") for n in (4, 2, 2)]
     ints = jax.ShapeDtypeStruct((1, tokens), "int32")
-
-    def run(q, k, v, ends, positions):
-        local = attention._local(512, positions, positions)
-        return _run(functools.partial(attention_gpu.attend_packed, local=local), q, k, v, ends)
-
+    run = functools.partial(_run, functools.partial(by_kernel, window=512))
     sizes = _sizes(jax.make_jaxpr(run)(*shapes, ints, ints))
     assert tokens * 4 * 16 <= max(sizes) < tokens**2 / 16
 

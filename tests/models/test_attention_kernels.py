@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
+from test_attention_gpu_packed import Case, check_packed
 
 from specrl_jax.models import attention, attention_gpu, attention_tpu, gpu, kernels, kv_cache
 from specrl_jax.models.load import SHAPES
@@ -17,50 +18,21 @@ QWEN = SHAPES["Qwen/Qwen3-1.7B-Base"].replace(dtype="bfloat16")
 _TWO = (np.empty((0,) * 4),) * 2  # as a layer of the reference's cache
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
+@pytest.fixture
+def on_gpu(monkeypatch):
     monkeypatch.setattr(attention_gpu, "_INTERPRET", True)
-    monkeypatch.setattr(attention_tpu, "_INTERPRET", True)
+    monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-@pytest.fixture
-def random(rng):
+def random():
     """random(*shape): standard normal, split as heads are."""
+    rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
         return put(rng.normal(size=shape).astype(np.float32), "batch", None, "heads", None)
 
     return draw
-
-
-def _check_packed(
-    kernel, arrays: tuple, ends: np.ndarray | None, atol: float, local=None, softcap=0.0
-) -> None:
-    """Outputs and gradients. arrays: queries, keys and values. local: (window, positions)."""
-    ends = None if ends is None else put(ends.astype(np.int32), "batch", None)
-    window, positions = local or (None, None)
-    reference = functools.partial(
-        attention.attend_packed, positions_BT=positions, window=window, softcap=softcap
-    )
-    if local:
-        seen = kv_cache.Local(positions - window + 1, positions)
-        kernel = functools.partial(kernel, local=seen, softcap=softcap)
-
-    def run(attend_packed):
-        def loss(q, k, v):
-            out = attend_packed(q, k, v, ends)
-            return (out**2).sum(), out
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
-
-    got, want = run(kernel), run(reference)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
 
 
 # --- GPU ------------------------------------------------------------------------------------------
@@ -96,15 +68,16 @@ def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
     ],
 )
 def test_rows_of_a_cache_on_gpu(
-    mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, programs, dtype, error,
-    window, softcap,
+    mesh, monkeypatch, on_gpu, random, heads, kv_heads, slots, starts, width, programs, dtype,
+    error, window, softcap,
 ):  # fmt: skip
     monkeypatch.setattr(attention_gpu, "_PROGRAMS", programs)
     q = (random(3, width, heads, 16) / 4).astype(dtype)
     k, v = (random(3, slots, kv_heads, 16).astype(dtype) for _ in "kv")
     starts = put(np.array(starts, np.int32), "batch")
     limits = {"window": window, "softcap": softcap}
-    attend = jax.jit(functools.partial(attention_gpu.attend, **limits), static_argnums=3)
+    attend = functools.partial(attention.attend, kernels=("cached",), **limits)
+    attend = jax.jit(attend, static_argnums=3)
     out = attend(q, _layer_on_gpu(k, v), starts, kv_heads)
     assert out.dtype == q.dtype
     q, k, v = (x.astype("float32") for x in (q, k, v))
@@ -114,14 +87,16 @@ def test_rows_of_a_cache_on_gpu(
 
 
 @pytest.mark.parametrize("window", [None, 20, 100])
-def test_rows_on_gpu_read_only_what_they_have_filled_and_their_window_holds(mesh, random, window):
+def test_rows_on_gpu_read_only_what_they_have_filled_and_their_window_holds(
+    mesh, on_gpu, random, window
+):
     q = random(3, 4, 6, 16)
     keys_values = [random(3, 200, 2, 16) for _ in "kv"]
     starts = np.array([0, 61, 130], np.int32)
     after_start = np.arange(200)[None, :, None, None] - starts[:, None, None, None]
     unread = (after_start >= 4) | (after_start <= -(window or 200))
     spoilt = [jnp.where(unread, jnp.nan, x) for x in keys_values]
-    attend = functools.partial(attention_gpu.attend, window=window)
+    attend = functools.partial(attention.attend, kernels=("cached",), window=window)
     attend = jax.jit(attend, static_argnums=3)
     outputs = [
         attend(q, _layer_on_gpu(*arrays), put(starts, "batch"), 2)
@@ -183,32 +158,32 @@ def test_rows_of_a_cache_on_tpu(
     plain = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     inputs = [jax.device_put(np.asarray(x), plain) for x in (q, *layer, starts)]
     limits = {"window": window, "softcap": softcap}
-    out = attention_tpu._attend_on_shard(*inputs, **limits)
+    out = attention_tpu.attend(*inputs, **limits)
     layer = kv_cache.as_layer(k, v, like=_TWO)
     want = attention.attend(q, layer, starts, kv_heads, **limits)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "window", "softcap"),
-    [(3, 1, 200, None, 0.0), (2, 2, 37, None, 0.0), (2, 1, 200, 9, 1.5)],
+    ("case", "tokens"),
+    [
+        (Case(heads=3, kv_heads=1, size=64), 200),
+        (Case(heads=2, kv_heads=2, size=64), 37),
+        (Case(heads=2, kv_heads=1, size=64, window=9, softcap=1.5), 200),
+    ],
 )
-def test_packed_sequences_on_tpu(
-    mesh, monkeypatch, rng, random, heads, kv_heads, tokens, window, softcap, tries
-):
+def test_packed_sequences_on_tpu(mesh, monkeypatch, case, tokens):
+    monkeypatch.setattr(attention_tpu, "_INTERPRET", True)
     monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
-    arrays = random(2, tokens, heads, 64) / 8, *(random(2, tokens, kv_heads, 64) for _ in "kv")
+    monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_tpu)
+    rng = np.random.default_rng(0)
     own = np.tile(np.arange(tokens), (2, 1))
     # Subtrees of 1 to 60 tokens; the last ones are padding, which only sees itself.
     ends = np.maximum(np.minimum(own + rng.integers(1, 60, own.shape), tokens - 5), own + 1)
     # Positions rise more slowly than slots, as in a trie.
-    positions = np.cumsum(rng.integers(0, 2, own.shape), axis=1).astype(np.int32)
-    local = window and (np.int32(window), put(positions, "batch", None))
-    atol = 2e-4 if window else 1e-4
-    _check_packed(
-        attention_tpu.attend_packed, arrays, ends if tries else None, atol, local, softcap
-    )
+    positions = np.cumsum(rng.integers(0, 2, own.shape), axis=1)
+    masks = [(ends.astype(np.int32), positions.astype(np.int32))]
+    check_packed(case, (2, tokens), masks, error=2e-5)
 
 
 def test_what_the_kernels_of_tpus_refuse(mesh):

@@ -145,17 +145,6 @@ def test_a_packed_trie_gives_what_its_rows_give(mesh, name):
     np.testing.assert_allclose(got[12:19], want[1, 5:], rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_cache_needs(mesh):
-    model, tokens = Transformer(BASE, _params(BASE)), put(_tokens(2, 3), "batch", None)
-    start = put(np.ones(2, np.int32), "batch")
-    with pytest.raises(ValueError, match="use rollout_weights"):
-        model(tokens, start, init_cache(BASE, 2, 4))
-    with pytest.raises(ValueError, match="need a KV cache"):
-        model(tokens, start)
-    with pytest.raises(ValueError, match="need a KV cache"):
-        model(tokens, cache=init_cache(BASE, 2, 3))
-
-
 def test_without_a_cache_unstacked_layers_give_what_they_would_write(mesh):
     weights = rollout_weights(BASE, _params(BASE))
     tokens = put(_tokens(2, 5), "batch", None)

@@ -61,7 +61,7 @@ def watch(config, workdir) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, make_mesh):
-    config = small_config(CHANGES, algorithm="dapo")
+    config = small_config(CHANGES | {"reward.overlong_tokens": 6}, algorithm="dapo")
     workdir = tmp_path_factory.mktemp("dapo") / "run"
     with jax.set_mesh(make_mesh(1, 1, 1)):
         return watch(config, workdir), workdir
@@ -269,15 +269,13 @@ def test_without_any_signal_the_batch_is_filled_and_nothing_is_learnt(mesh, tmp_
     assert record["update/grad_norm"] == 0
 
 
-def test_length_costs_reward_in_the_update_alone(mesh, tmp_path):
+def test_length_costs_reward_in_the_update_alone(seen):
     """reward/mean stays the task's; the penalty is that of the batch's lengths."""
-    changes = CHANGES | {"train.steps": 1, "reward.overlong_tokens": 6}
-    seen = watch(small_config(changes, algorithm="dapo"), tmp_path / "run")
-    (record,) = records(tmp_path / "run")[1:]
-    ((batch, _),) = seen.batches
-    lens = np.asarray(jax.device_get(batch.rollout.lens))
+    seen, workdir = seen
+    record = records(workdir)[1]
+    lens = jax.device_get(seen.batches[0][0].rollout.lens)
     assert record["reward/overlong"] == pytest.approx(np.mean(lens / 6))
-    rewards = np.concatenate([x.scores.rewards for _, x in seen.rollouts])
+    rewards = np.concatenate([x.scores.rewards for step, x in seen.rollouts if step == 1])
     assert record["reward/mean"] == pytest.approx(rewards.mean())
 
 

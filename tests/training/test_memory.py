@@ -44,38 +44,20 @@ def test_sizes_are_those_of_the_arrays(mesh):
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "value", "stage", "part"),
+    ("field", "value", "more", "stage", "part"),
     [
-        ({"warmup.batch_size": 10**6}, "warmup.batch_size", 10**6, "the warm-up", "activations"),
-        (
-            {"rollout.response_len": 10**6},
-            "rollout.response_len",
-            10**6,
-            "a rollout",
-            "stored draf",
-        ),
-        (
-            {"evaluate.samples": 10**7, "rollout.max_rows": 10**8},
-            "evaluate.samples",
-            10**7,
-            "an evaluation",
-            "KV cache",
-        ),
-        (
-            {"rollout.draft": "tree", "rollout.tree.history": 10**9},
-            "rollout.tree.history",
-            10**9,
-            "a rollout",
-            "stored drafts",
-        ),
-        ({"model.embed_dim": 10**6}, "model.embed_dim", 10**6, "a rollout", "weights and optimiz"),
+        ("warmup.batch_size", 10**6, {}, "the warm-up", "activations"),
+        ("rollout.response_len", 10**6, {}, "a rollout", "stored drafts"),
+        ("evaluate.samples", 10**7, {"rollout.max_rows": 10**8}, "an evaluation", "KV cache"),
+        ("rollout.tree.history", 10**9, {"rollout.draft": "tree"}, "a rollout", "stored drafts"),
+        ("model.embed_dim", 10**6, {}, "a rollout", "weights and optimizer"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_field_that_sets_it(
-    mesh, monkeypatch, changes, field, value, stage, part
+    mesh, monkeypatch, field, value, more, stage, part
 ):
     monkeypatch.setattr(memory, "device_memory", lambda: (2.0**30, "this machine"))
-    config = small_config(EVERYTHING | changes)
+    config = small_config(EVERYTHING | more | {field: value})
     line = line_of(memory.check, config, load_shape(config, 16), prompts=8)
     rule = f"{field} must be smaller: {stage} needs about [^ ]* GiB, more than the 1 GiB of this "
     assert re.match(f"{rule}machine, most of it for {part}[^\n]*, got {value}$", line)

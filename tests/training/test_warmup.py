@@ -12,6 +12,7 @@ import pytest
 import small_runs
 from small_models import random_params
 
+from specrl_jax.algorithms.scoring import RowTokens
 from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.data import prompts
 from specrl_jax.data.tokenizer import CharacterTokenizer
@@ -24,11 +25,10 @@ MODEL = ModelConfig(
     vocab_size=16, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
 )
 # Four demonstrations: repeat the last token of the prompt, then end (1).
-PROMPTS = np.array([[5, 0], [6, 5], [7, 0], [5, 8]], np.int32)
 PROMPT_LENS = np.array([1, 2, 1, 2], np.int32)
-RESPONSES = np.array([[5, 1, 0], [5, 1, 0], [7, 1, 0], [8, 1, 0]], np.int32)
 RESPONSE_LENS = np.array([2, 2, 2, 2], np.int32)
-DATA = warmup.Demonstrations(PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
+TOKENS = np.array([[5, 5, 1, 0, 0], [6, 5, 5, 1, 0], [7, 7, 1, 0, 0], [5, 8, 8, 1, 0]], np.int32)
+DATA = RowTokens(TOKENS, PROMPT_LENS, RESPONSE_LENS, slots=3)
 
 
 @functools.cache
@@ -48,12 +48,11 @@ def _plain_loss(params, rows: tuple[int, ...]):
     total = count = 0
     model = Transformer(MODEL, params)
     for b in rows:
-        answer = RESPONSES[b, : RESPONSE_LENS[b]]
-        tokens = np.concatenate([PROMPTS[b, : PROMPT_LENS[b]], answer])
+        tokens = TOKENS[b, : PROMPT_LENS[b] + RESPONSE_LENS[b]]
         logits = model.logits(model(jnp.asarray(tokens)[None])[0])
         log_p = jax.nn.log_softmax(jax.sharding.reshard(logits, jax.P(None, None, None))[0])
-        for j, token in enumerate(answer):
-            total, count = total - log_p[PROMPT_LENS[b] - 1 + j, int(token)], count + 1
+        for j in range(PROMPT_LENS[b], len(tokens)):
+            total, count = total - log_p[j - 1, int(tokens[j])], count + 1
     return total / count
 
 
@@ -117,10 +116,9 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     warmup.warm_up(config, None, None, tokenizer, dataset)
     (data,) = seen
     one, three = tokenizer.encode("1>"), tokenizer.encode("3>")
-    np.testing.assert_array_equal(data.prompts, [[*one, 0], [*three, 0]])
+    answers = [[*tokenizer.encode("12345"), 1, 0], [*tokenizer.encode("4"), 1, *[0] * 5]]
+    np.testing.assert_array_equal(data.tokens, [[*one, *answers[0]], [*three, *answers[1]]])
     np.testing.assert_array_equal(data.prompt_lens, [2, 2])
-    answers = [[*tokenizer.encode("12345"), 1], [*tokenizer.encode("4"), 1, 0, 0, 0, 0]]
-    np.testing.assert_array_equal(data.responses, answers)
     np.testing.assert_array_equal(data.response_lens, [6, 2])
 
 
@@ -144,11 +142,11 @@ def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkey
         "warm-up: 2 supervised steps of 8 on 1 demonstrations; 1 without a solution and 1 too long "
         "left out\n"
     )
-    np.testing.assert_array_equal(seen[0].prompts, [[*tokenizer.encode("3>"), 0]])
-    np.testing.assert_array_equal(seen[0].responses, [[*tokenizer.encode("1 2"), 1, 0, 0]])
+    np.testing.assert_array_equal(seen[0].tokens, [[*tokenizer.encode("3>1 2"), 1, 0, 0, 0]])
+    np.testing.assert_array_equal(seen[0].prompt_lens, [2])
     config.warmup.examples = 0
     warmup.warm_up(config, None, None, tokenizer, prompts.load_examples(config))
-    np.testing.assert_array_equal(seen[1].prompts[:, 0], tokenizer.encode("36"))  # 7 is held out
+    np.testing.assert_array_equal(seen[1].tokens[:, 0], tokenizer.encode("36"))  # 7 is held out
     config.data.solution_field = "works"
     line = small_runs.line_of(
         warmup.warm_up, config, None, None, tokenizer, prompts.load_examples(config)
@@ -166,7 +164,7 @@ def test_no_shape_depends_on_the_number_of_demonstrations(mesh, monkeypatch):
     monkeypatch.setattr(warmup, "_run", run)
     settings = types.SimpleNamespace(steps=14, batch_size=2, learning_rate=0.01)
     for total in (1, 4):
-        data = jax.tree.map(lambda x, n=total: x[:n], DATA)
+        data = RowTokens(*(x[:total] for x in DATA[:3]), slots=3)
         warmup.supervise(_update_spec(), _params(), data, settings, seed=5)
     assert len(shapes) == 14
     assert all(shape == shapes[0] for shape in shapes)
