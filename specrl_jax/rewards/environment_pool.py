@@ -158,7 +158,7 @@ class EnvironmentPool(WorkerPool):
         beside = 2 * len(self._live)
         for conn, items in requests.items():
             with contextlib.suppress(OSError):  # a worker that has ended is noticed by its thread
-                conn.send((beside, [tuple(item) for item in items]))
+                conn.send((beside, items))
 
     def _start(self, worker: Worker) -> Connection:
         """Return the connection to a worker that is ready, and is read by a thread."""
@@ -186,18 +186,15 @@ class EnvironmentPool(WorkerPool):
         """Take the reports that have come; wait: at least one, or the end of a worker."""
         reports = []
         if wait:
+            turns = max((len(x.responses) for x in self._live if x.waits), default=1)
+            patience = self._timeout * turns + GRACE_S  # seconds
             try:
-                reports.append(self._reports.get(timeout=self._patience()))
+                reports.append(self._reports.get(timeout=patience))
             except queue.Empty:
                 self._kill()  # their threads tell of their end
         while not self._reports.empty():
             reports.append(self._reports.get())
         self._request([episode for report in reports for episode in self._take(*report)])
-
-    def _patience(self) -> float:
-        """Return seconds in which one of the workers must report something."""
-        turns = max((len(x.responses) for x in self._live if x.waits), default=1)
-        return self._timeout * turns + GRACE_S
 
     def _take(self, conn: Connection, report: list | None) -> list[Episode]:
         """Note what a worker reports; return the episodes that are to be played again."""

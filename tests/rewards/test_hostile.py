@@ -165,7 +165,7 @@ as_owner = sys.argv[1] == "True"
 with tempfile.TemporaryDirectory() as scratch, tempfile.NamedTemporaryFile() as secret:
     cell = containment.Cell(scratch, 1 << 30, False, 0, linux.own_user())
     cell._as_owner = as_owner
-    cell._give_scratch()
+    cell._open_scratch()
     if os.fork() == 0:
         cell.confine()
         echo = subprocess.run("echo 5 > x; cat x", shell=True, capture_output=True)
