@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,16 +22,6 @@ from specrl_jax.rewards import environment_process
 from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
-
-
-class Answer(NamedTuple):
-    """Answer of an environment to a response."""
-
-    observation: str  # for the policy to read, unless done
-    reward: float  # of all turns so far; float32, 0 where failed
-    done: bool  # the episode is over
-    failure: str  # why there is no answer, in one line; ""
-    role: str  # of `environments.ROLES`
 
 
 @dataclass(eq=False)
@@ -48,7 +37,7 @@ class Episode:
     number: int = -1  # of the last request
     tries: int = 0  # processes that have ended while it waited for the answer to come
     waits: bool = False  # for an answer
-    answer: Answer | None = None  # that has come, and that nobody has collected
+    answer: Result | None = None  # that has come, and that nobody has collected
 
 
 class EnvironmentPool(WorkerPool):
@@ -107,10 +96,10 @@ class EnvironmentPool(WorkerPool):
             self._request(episodes)
             self._warn()
 
-    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Answer]:
+    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Result]:
         """Wait until at most so many of the episodes wait; answers that came, by their index.
 
-        Raises what `submit` raises.
+        The reward of an answer is that of all turns so far. Raises what `submit` raises.
         """
         with self._lock:
             while sum(x.waits for x in episodes) > most_waiting:
@@ -232,11 +221,9 @@ class EnvironmentPool(WorkerPool):
 
     def _answer(self, episode: Episode, result: Result) -> None:
         episode.waits = False
-        episode.reward += result.score
+        episode.reward += result.reward
         reward = 0.0
         if not result.failure:
             total = np.array([episode.reward], np.float32)
             reward = float(apply_threshold(total, self._threshold)[0])
-        episode.answer = Answer(
-            result.observation, reward, result.done, result.failure, result.role
-        )
+        episode.answer = result._replace(reward=reward)

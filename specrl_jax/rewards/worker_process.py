@@ -46,10 +46,10 @@ MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 class Result(NamedTuple):
     """Reward of one response or of a turn, or why there is none."""
 
-    score: float = 0.0
+    reward: float = 0.0  # 0 where failed
     done: bool = True  # of an episode; always so without an environment
-    observation: str = ""  # of an environment
-    failure: str = ""  # why there is no score, in one printable line
+    observation: str = ""  # of an environment, for the policy to read unless done
+    failure: str = ""  # why there is no reward, in one printable line
     role: str = "user"  # of `ROLES`, of an observation
 
     def to_line(self) -> bytes:
@@ -60,12 +60,12 @@ class Result(NamedTuple):
     def from_line(line: bytes) -> "Result":
         """Read the line of `to_line`; return a failure where it is anything else."""
         try:
-            score, done, observation, failure, role = json.loads(line)
+            reward, done, observation, failure, role = json.loads(line)
             texts = isinstance(observation, str) and isinstance(failure, str)
             if isinstance(done, bool) and texts and role in ROLES:
                 failure = printable(failure[:MAX_FAILURE])
                 observation = observation[:MAX_OBSERVATION]
-                return Result(checked(float(score)), done, observation, failure, role)
+                return Result(checked(float(reward)), done, observation, failure, role)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")

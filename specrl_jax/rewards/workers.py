@@ -211,7 +211,7 @@ class RewardPool(WorkerPool):
                 self._warn()
             else:
                 results = [self._score_here(*item) for item in items]
-        scores = np.array([result.score for result in results], np.float32)
+        scores = np.array([result.reward for result in results], np.float32)
         rewards = apply_threshold(scores, self._threshold)
         return Rewards.make_whole(rewards, [result.failure for result in results])
 
