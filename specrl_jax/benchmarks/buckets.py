@@ -13,14 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from specrl_jax.benchmarks.rollout import GROUP, SIZES, Log, Report
+from specrl_jax.benchmarks.rollout import GROUP, SIZES, Log, Report, random_prompts
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.runner import Requests
+from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.sharding import MESH_AXES
-from specrl_jax.types import Prompts
 
 _COUNTS = range(1, 7)
 # Of an H100, as measured (docs/experiments.md): bytes and operations a second, and a step's seconds
@@ -148,19 +147,13 @@ def simulate(
     lens: int [B]. at_once: rows of the batch on all shards. count: of row buckets.
     """
     mesh = AbstractMesh((shards, 1, 1), MESH_AXES, axis_types=(AxisType.Explicit,) * 3)
-    prompts = len(lens) // GROUP
     nothing = np.zeros(len(lens), np.int32)
     with jax.sharding.use_abstract_mesh(mesh):
-        model = SIZES["tiny"].model  # of which no decision depends
-        buckets = Buckets(model, at_once, prompt_len, int(lens.max()), count, multiple=shards)
+        size = SIZES["tiny"]  # of whose model and prompts no decision depends
+        buckets = Buckets(size.model, at_once, prompt_len, int(lens.max()), count, multiple=shards)
         requests = Requests(
-            prompts=Prompts(
-                tokens=np.zeros((prompts, 1), np.int32),
-                lens=np.ones(prompts, np.int32),
-                ids=np.zeros((prompts, 2), np.uint32),
-                examples=(),
-            ),
-            noise_steps=np.zeros((prompts, GROUP), int),
+            prompts=random_prompts(size, len(lens)),
+            noise_steps=np.zeros((len(lens) // GROUP, GROUP), int),
             num_train_rows=len(lens),
             begun_lens=nothing,
             done=nothing.astype(bool),
@@ -203,6 +196,7 @@ class SimulatedRunner:
         return np.sum(self.left > 0, axis=1)
 
     train = unfinished
+    stop_condition = Runner.stop_condition
 
     def extend(self, row_ids: Sequence[np.ndarray]) -> None:
         """Let rows begin, each with its first token."""
@@ -210,11 +204,6 @@ class SimulatedRunner:
             free = np.flatnonzero(self.left[shard] == 0)[: len(rows)]
             self.left[shard, free] = self.lens[rows] - 1
             self.filled[shard, free] = self.prompt_len + 1
-
-    def stop_condition(self, **bounds: Any) -> StopCondition:
-        """Return the condition of `bounds`, as in `StopCondition.of`."""
-        requests = self.requests
-        return StopCondition.of(requests.shard_train_rows, requests.shard_rows, **bounds)
 
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Decode up to the stop condition."""

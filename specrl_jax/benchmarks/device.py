@@ -117,12 +117,20 @@ def _parts(sizes: dict[str, Size]) -> dict[str, Part]:
 
 
 def _figure(
-    name: str, value: float | None, of: str, note: str, goal: float | None = None
+    name: str,
+    value: float,
+    of: str,
+    note: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
 ) -> dict[str, Any]:
-    """Return a line of the table. goal: the least value that is wished for."""
+    """Return a line of the table. least, most: the goal, where there is one."""
     row = {"figure": name, "value": value, "of": of}
-    if goal is not None:
-        row |= {"goal": f">= {goal:g}", "met": "yes" if value >= goal else "no"}
+    if least is not None:
+        row |= {"goal": f">= {least:g}", "met": "yes" if value >= least else "no"}
+    if most is not None:
+        row |= {"goal": f"<= {most:g}", "met": "yes" if value <= most else "no"}
     return row | {"note": note}
 
 
@@ -190,10 +198,8 @@ def _distances(attend: Callable[..., list], model: ModelConfig, values: list) ->
 
 
 def _distance(figure: str, far: float, kernel: bool) -> dict[str, Any]:
-    met = "yes" if far <= FAR_GOAL else "no"
     note = "by a kernel" if kernel else "by the reference"
-    row = {"figure": figure, "value": far, "of": "of the largest value", "goal": f"<= {FAR_GOAL:g}"}
-    return row | {"met": met, "note": note}
+    return _figure(figure, far, "of the largest value", note, most=FAR_GOAL)
 
 
 # Limits ------------------------------------------------------------------------------------------
@@ -266,13 +272,12 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
         steps = run_case(case).stats.decode_steps  # compiles
         seconds = _repeat(lambda case=case: run_case(case).step_seconds)
         note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
-        goal = BANDWIDTH_GOAL if width == 1 else None
-        yield _figure(
-            f"decode, width {width}, {name}", at_bandwidth / seconds, "of bandwidth", note, goal
-        )
+        least = BANDWIDTH_GOAL if width == 1 else None
+        figure = f"decode, width {width}, {name}"
+        yield _figure(figure, at_bandwidth / seconds, "of bandwidth", note, least=least)
     times = _repeat(lambda: run_case(plain).seconds / run_case(case).seconds)
     note = f"{size.response_len} tokens in {steps} steps of width {width}"
-    yield _figure(f"suffix drafts, {name}", times, "x plain", note, DRAFTS_GOAL)
+    yield _figure(f"suffix drafts, {name}", times, "x plain", note, least=DRAFTS_GOAL)
 
 
 def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
@@ -285,11 +290,9 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
         for width, taken in seconds.items():
             times = taken / seconds[1]
             note = f"{1e3 * taken:.2f} ms, {at_bandwidth / taken:.0%} of bandwidth"
-            row = _figure(f"step, width {width}, {rows} rows, {name}", times, "x width 1", note)
-            if width == max(seconds):
-                met = "yes" if times <= WIDTH_GOAL else "no"
-                row |= {"goal": f"<= {WIDTH_GOAL:g}", "met": met}
-            yield row
+            most = WIDTH_GOAL if width == max(seconds) else None
+            figure = f"step, width {width}, {rows} rows, {name}"
+            yield _figure(figure, times, "x width 1", note, most=most)
 
 
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
@@ -311,7 +314,7 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
         if stats.verified_tokens:
             note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"
         share = needed / matmul_rate(model.dtype) / seconds
-        yield _figure(f"extend, {what}, {name}", share, "of peak", note, goal)
+        yield _figure(f"extend, {what}, {name}", share, "of peak", note, least=goal)
 
 
 # Steps by width -----------------------------------------------------------------------------------

@@ -149,12 +149,9 @@ class Report:
     rows: list[dict[str, Any]]  # a case each, by heading; a figure that a case has not is absent
     failed: bool = False  # a part of it did not run
 
-    def to_json(self) -> dict[str, Any]:
-        return {"title": self.title, "machine": machine(), "cases": self.rows}
-
     def write_json(self, file: Path) -> None:
-        """Write the figures."""
-        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+        figures = {"title": self.title, "machine": machine(), "cases": self.rows}
+        text = json.dumps(figures, indent=1, allow_nan=False)
         file.write_text(text + "\n", encoding="utf-8")
 
     def to_text(self) -> str:

@@ -24,7 +24,11 @@ def validate(config: ConfigDict, given: Collection[str] = ()) -> None:
     given: the fields that the user has set, each of which must have an effect.
     """
     values = dict(flatten(config))
-    _check_names(values)
+    if missing := sorted(FIELDS.keys() - values.keys()):
+        raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
+    unknown = sorted(x for x in values.keys() - FIELDS.keys() if not x.startswith(_OF_OPTIONS))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
     for field, row in FIELDS.items():
         _require(field, row.kind.broken(values[field]), values[field])
     for field in given:
@@ -33,15 +37,6 @@ def validate(config: ConfigDict, given: Collection[str] = ()) -> None:
     for rules in RULES:
         for field, rule, holds in rules(config):
             _require(field, "" if holds else rule, values[field])
-
-
-def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a configuration has all fields, and no other ones."""
-    if missing := sorted(FIELDS.keys() - values.keys()):
-        raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
-    unknown = sorted(x for x in values.keys() - FIELDS.keys() if not x.startswith(_OF_OPTIONS))
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
 
 
 def _require(field: str, broken: str, value: Any) -> None:

@@ -215,18 +215,12 @@ class ByPassRate(_Chooser):
             self.posterior[prompt_id] = (faded + evidence).tolist()
 
 
-def _to_target(rates: np.ndarray, settings: Any) -> np.ndarray:
-    return np.abs(rates - settings.target)
-
-
-def _to_range(rates: np.ndarray, settings: Any) -> np.ndarray:
-    return np.abs(rates - np.clip(rates, settings.low, settings.high))
-
-
 # By `curriculum.select`: how far rates are from those that are wanted.
 DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
-    "nearest": _to_target,
-    "threshold": _to_range,
+    "nearest": lambda rates, settings: np.abs(rates - settings.target),
+    "threshold": lambda rates, settings: np.abs(
+        rates - np.clip(rates, settings.low, settings.high)
+    ),
 }
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
-from specrl_jax.rewards.environment_pool import Answer, EnvironmentPool, Episode
+from specrl_jax.rewards.environment_pool import EnvironmentPool, Episode
+from specrl_jax.rewards.worker_process import Result
 from specrl_jax.training.episodes import ResponseScorer
 
 
@@ -53,7 +54,7 @@ class _ShownPool:
                 print(f"assistant: {response}", flush=True)
         self._pool.submit(episodes, responses)
 
-    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Answer]:
+    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Result]:
         answers = self._pool.collect(episodes, most_waiting)
         for i, answer in answers.items():
             if episodes[i] is self._first and answer.observation:

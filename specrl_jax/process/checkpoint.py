@@ -329,18 +329,12 @@ def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Return a number below 2³² for each array, the same on every mesh."""
     sums = {}
     for name, x in arrays.items():
-        with _mesh_of(x):
+        layout = getattr(x, "sharding", None)
+        is_placed = isinstance(layout, jax.sharding.NamedSharding)
+        with jax.set_mesh(layout.mesh) if is_placed else contextlib.nullcontext():
             # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
             sums[name] = jax.block_until_ready(_checksum(x))
     return {name: int(x) for name, x in hosts.fetch(sums).items()}
-
-
-def _mesh_of(x: Any) -> contextlib.AbstractContextManager:
-    """Return a context in which an array's own mesh is in use."""
-    layout = getattr(x, "sharding", None)
-    if isinstance(layout, jax.sharding.NamedSharding):
-        return jax.set_mesh(layout.mesh)
-    return contextlib.nullcontext()
 
 
 def checksum(tree: Any) -> int:

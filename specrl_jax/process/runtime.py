@@ -57,7 +57,9 @@ def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
             raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
     if extra and devices[0].platform == "cpu":
         if not _wants_cpu(extra):
-            _say_once(hardware.unused(extra, _reason(records), root))
+            errors = [str(record.exc_info[1]) for record in records if record.exc_info]
+            said = errors[0].split("\n")[0] if errors else ""
+            _say_once(hardware.unused(extra, said, root))
         return devices
     if extra and (why := hardware.misfit(extra)):
         _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} mends it")
@@ -88,12 +90,6 @@ def _caught_log() -> Iterator[list[logging.LogRecord]]:
         yield records
     finally:
         log.removeFilter(keep)
-
-
-def _reason(records: list[logging.LogRecord]) -> str:
-    """Return the first line of the first error that JAX logged."""
-    errors = [record.exc_info[1] for record in records if record.exc_info]
-    return str(errors[0]).split("\n")[0] if errors else ""
 
 
 @functools.cache

@@ -130,11 +130,8 @@ class Cell:
         self._as_owner = False
         if user and not self._is_limited:
             self._choose_user(user)
-        if self._read_only:
-            linux.mount_memory(self._scratch, self._memory)
-        self._give_scratch()
         if not self.trusts:
-            self._use_scratch()
+            self._open_scratch()
         if self._contained:
             linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
 
@@ -163,10 +160,7 @@ class Cell:
             return
         self._scratch = os.path.join(self._scratch, name)
         os.mkdir(self._scratch)
-        if self._read_only:
-            linux.mount_memory(self._scratch, self._memory)
-        self._give_scratch()
-        self._use_scratch()
+        self._open_scratch()
 
     def leave_folder(self) -> None:
         """Remove the folder of `enter_folder`. Raises OSError where that fails."""
@@ -209,8 +203,7 @@ class Cell:
         left = os.listdir(self._scratch)
         if left and self._read_only:
             linux.unmount(self._scratch)
-            linux.mount_memory(self._scratch, self._memory)
-            self._give_scratch()
+            self._open_scratch()
             return
         for name in left:
             path = os.path.join(self._scratch, name)
@@ -235,14 +228,15 @@ class Cell:
             self._as_owner = code == 0
             self._is_limited = True
 
-    def _use_scratch(self) -> None:
-        os.environ |= dict.fromkeys(("HOME", "TMPDIR"), self._scratch)
-        tempfile.tempdir = self._scratch
-
-    def _give_scratch(self) -> None:
+    def _open_scratch(self) -> None:
+        """Make the scratch directory an answer's, and the place for its temporary files."""
+        if self._read_only:
+            linux.mount_memory(self._scratch, self._memory)
         if self._user:
             os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
             os.chmod(self._scratch, 0o770)
+        os.environ |= dict.fromkeys(("HOME", "TMPDIR"), self._scratch)
+        tempfile.tempdir = self._scratch
 
     def _set_limits(self, beside: int) -> None:
         _limit(resource.RLIMIT_CORE, 0)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,16 +22,6 @@ from specrl_jax.rewards import environment_process
 from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
-
-
-class Answer(NamedTuple):
-    """Answer of an environment to a response."""
-
-    observation: str  # for the policy to read, unless done
-    reward: float  # of all turns so far; float32, 0 where failed
-    done: bool  # the episode is over
-    failure: str  # why there is no answer, in one line; ""
-    role: str  # of `environment_protocol.ROLES`
 
 
 @dataclass(eq=False)
@@ -48,7 +37,7 @@ class Episode:
     number: int = -1  # of the last request
     tries: int = 0  # processes that have ended while it waited for the answer to come
     waits: bool = False  # for an answer
-    answer: Answer | None = None  # that has come, and that nobody has collected
+    answer: Result | None = None  # that has come, and that nobody has collected
 
 
 class EnvironmentPool(WorkerPool):
@@ -107,10 +96,10 @@ class EnvironmentPool(WorkerPool):
             self._request(episodes)
             self._warn()
 
-    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Answer]:
+    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Result]:
         """Wait until at most so many of the episodes wait; answers that came, by their index.
 
-        Raises what `submit` raises.
+        The reward of an answer is that of all turns so far. Raises what `submit` raises.
         """
         with self._lock:
             while sum(x.waits for x in episodes) > most_waiting:
@@ -158,7 +147,7 @@ class EnvironmentPool(WorkerPool):
         beside = 2 * len(self._live)
         for conn, items in requests.items():
             with contextlib.suppress(OSError):  # a worker that has ended is noticed by its thread
-                conn.send((beside, [tuple(item) for item in items]))
+                conn.send((beside, items))
 
     def _start(self, worker: Worker) -> Connection:
         """Return the connection to a worker that is ready, and is read by a thread."""
@@ -186,18 +175,15 @@ class EnvironmentPool(WorkerPool):
         """Take the reports that have come; wait: at least one, or the end of a worker."""
         reports = []
         if wait:
+            turns = max((len(x.responses) for x in self._live if x.waits), default=1)
+            patience = self._timeout * turns + GRACE_S  # seconds
             try:
-                reports.append(self._reports.get(timeout=self._patience()))
+                reports.append(self._reports.get(timeout=patience))
             except queue.Empty:
                 self._kill()  # their threads tell of their end
         while not self._reports.empty():
             reports.append(self._reports.get())
         self._request([episode for report in reports for episode in self._take(*report)])
-
-    def _patience(self) -> float:
-        """Return seconds in which one of the workers must report something."""
-        turns = max((len(x.responses) for x in self._live if x.waits), default=1)
-        return self._timeout * turns + GRACE_S
 
     def _take(self, conn: Connection, report: list | None) -> list[Episode]:
         """Note what a worker reports; return the episodes that are to be played again."""
@@ -235,11 +221,9 @@ class EnvironmentPool(WorkerPool):
 
     def _answer(self, episode: Episode, result: Result) -> None:
         episode.waits = False
-        episode.reward += result.score
+        episode.reward += result.reward
         reward = 0.0
         if not result.failure:
             total = np.array([episode.reward], np.float32)
             reward = float(apply_threshold(total, self._threshold)[0])
-        episode.answer = Answer(
-            result.observation, reward, result.done, result.failure, result.role
-        )
+        episode.answer = result._replace(reward=reward)

@@ -57,8 +57,6 @@ class LoadedEnvironment(NamedTuple):
     contained: bool  # False: the class says `contained = False`
     replayable: bool
     shares: bool  # one process holds all episodes of a worker
-    starts_program: bool
-    prepare: Callable[[], None] | None  # what a worker does once, before it forks
 
 
 def load(name: str) -> LoadedEnvironment:
@@ -67,14 +65,7 @@ def load(name: str) -> LoadedEnvironment:
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
-    return LoadedEnvironment(
-        make,
-        contained,
-        replayable,
-        shares=trusted and replayable,
-        starts_program=bool(getattr(make, "starts_program", False)),
-        prepare=getattr(make, "prepare", None),
-    )
+    return LoadedEnvironment(make, contained, replayable, shares=trusted and replayable)
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -101,14 +92,15 @@ class _Template(worker_process.Template):
 
     def load(self) -> bool:
         self._loaded = load(self._settings.name)
-        if self._loaded.prepare is not None:
-            self._loaded.prepare()
+        make = self._loaded.make
+        if hasattr(make, "prepare"):
+            make.prepare()
         self._held: dict[int, _Held] = {}
         self._ended: list[int] = []  # keepers to be reaped
         self._beside = 0
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each episode
-        return self._loaded.starts_program
+        return bool(getattr(make, "starts_program", False))
 
     def serve_next(self) -> None:
         """Wait for the parent or a keeper, take what it sends, and start steps."""
@@ -117,7 +109,7 @@ class _Template(worker_process.Template):
             if conn is self._conn:
                 self._beside, requests = conn.recv()
                 for request in requests:
-                    self._take(Request(*request))
+                    self._take(request)
             else:
                 self._take_report(keys[conn])
         self._start_steps()
@@ -135,7 +127,7 @@ class _Template(worker_process.Template):
                 self._end(key)
             return
         if request.problem is None and not known:
-            self._report(StepReport(request.number, None, False))
+            self._send(StepReport(request.number, None, False))
             return
         held = self._held.setdefault(key, _Held())
         held.numbers[request.episode] = request.number
@@ -148,15 +140,12 @@ class _Template(worker_process.Template):
         with contextlib.suppress(EOFError, OSError):
             report = held.conn.recv()
             held.running -= 1
-            self._report(report)
+            self._send(report)
         if report is None or not report.lives:
             self._end(key)
             for number in held.numbers.values():
                 if report is None or number != report.number:
-                    self._report(StepReport(number, None, False, tries=report is None))
-
-    def _report(self, report: StepReport) -> None:
-        self._send(list(report))
+                    self._send(StepReport(number, None, False, tries=report is None))
 
     def _end(self, key: int) -> None:
         """Let a keeper end its process, and itself."""
@@ -246,7 +235,7 @@ class _Keeper:
         self.reader = Reader(report_fds[0], printed_fds[0])
 
     def _step(self, requests: Sequence[Request]) -> int | None:
-        """StepReport what comes of requests; return the exit code of a process that has ended."""
+        """Report what comes of requests; return the exit code of a process that has ended."""
         timeout = self.settings.timeout
         _write(self.request_fd, pickle.dumps(requests), timeout)
         for request in requests:

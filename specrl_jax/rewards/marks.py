@@ -35,7 +35,9 @@ _WITH_UNIT = re.compile(
 
 def marked_answer(text: str) -> str | None:
     """Return the last `<answer>..</answer>`, else the last box or `#### ..`; None without one."""
-    tagged = _last_tagged(text)
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    tagged = text[start + len("<answer>") : end].strip() if start >= 0 else None
     inner = text if tagged is None else tagged
     _, last = max(_last_boxed(inner), _last_hashed(inner))
     return tagged if last is None else last
@@ -46,12 +48,6 @@ def without_unit(answer: str) -> str:
     # The pattern's time is quadratic in digits and blanks.
     match = _WITH_UNIT.fullmatch(answer) if len(answer) <= MAX_WITH_UNIT else None
     return match[1] if match else answer
-
-
-def _last_tagged(text: str) -> str | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
 def _last_hashed(text: str) -> tuple[int, str | None]:

@@ -312,11 +312,8 @@ def _parse_math(text: str) -> tuple:
 
 def _plain_numbers(text: str) -> str:
     """Write 1e5 as 100000: math-verify reads only the 1."""
-
-    def plain(match: re.Match) -> str:
-        return format(decimal.Decimal(match[0]), "f")
-
-    return re.sub(r"(?<![\w.])\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,2}(?!\w)", plain, text)
+    number = r"(?<![\w.])\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,2}(?!\w)"
+    return re.sub(number, lambda match: format(decimal.Decimal(match[0]), "f"), text)
 
 
 def _math_candidate(response: str) -> tuple[str | None, str]:

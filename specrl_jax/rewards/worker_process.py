@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import select
 import shutil
 import signal
@@ -47,10 +46,10 @@ MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 class Result(NamedTuple):
     """Reward of one response or of a turn, or why there is none."""
 
-    score: float = 0.0
+    reward: float = 0.0  # 0 where failed
     done: bool = True  # of an episode; always so without an environment
-    observation: str = ""  # of an environment
-    failure: str = ""  # why there is no score, in one printable line
+    observation: str = ""  # of an environment, for the policy to read unless done
+    failure: str = ""  # why there is no reward, in one printable line
     role: str = "user"  # of `ROLES`, of an observation
 
     def to_line(self) -> bytes:
@@ -61,12 +60,12 @@ class Result(NamedTuple):
     def from_line(line: bytes) -> "Result":
         """Read the line of `to_line`; return a failure where it is anything else."""
         try:
-            score, done, observation, failure, role = json.loads(line)
+            reward, done, observation, failure, role = json.loads(line)
             texts = isinstance(observation, str) and isinstance(failure, str)
             if isinstance(done, bool) and texts and role in ROLES:
                 failure = printable(failure[:MAX_FAILURE])
                 observation = observation[:MAX_OBSERVATION]
-                return Result(checked(float(score)), done, observation, failure, role)
+                return Result(checked(float(reward)), done, observation, failure, role)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")
@@ -89,7 +88,9 @@ def load(name: str, extract: str, format: str) -> Loaded:
 
     def score(response: str | None, answer: str, task: str, metadata: dict) -> Result:
         if pattern and response is not None:
-            response = _extract(pattern, response)
+            last = collections.deque(pattern.finditer(response[-MAX_SEARCH:]), maxlen=1)
+            answer_part = last[0][1] if last else None
+            response = answer_part and answer_part.strip()
         if response is None:
             return Result()
         reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
@@ -104,12 +105,6 @@ def checked(score: float) -> float:
     if abs(score) <= MAX_SCORE:
         return score
     raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
-
-
-def _extract(pattern: re.Pattern, response: str) -> str | None:
-    last = collections.deque(pattern.finditer(response[-MAX_SEARCH:]), maxlen=1)
-    answer = last[0].group(1) if last else None
-    return None if answer is None else answer.strip()
 
 
 class Settings(NamedTuple):
@@ -216,24 +211,20 @@ class Template:
         return known.starts_program
 
     def serve_next(self) -> None:
-        """Score the next batch that the parent sends."""
-        self._score_all(*self._conn.recv())
+        """Score the next batch that the parent sends; report each result with its number."""
+        number, items = self._conn.recv()
+        while items:
+            together = list(itertools.takewhile(self._shares_process, items)) or items[:1]
+            for result in self._score(together):
+                self._send([number, *result])
+                number += 1
+                items = items[1:]
 
-    def _send(self, report: list) -> None:
+    def _send(self, report: Sequence) -> None:
         self._conn.send_bytes(json.dumps(report).encode())
 
-    def _score_all(self, first: int, items: Sequence[tuple]) -> None:
-        """Send the result of every item, with its number: they count from `first`."""
-        done = 0
-        while done < len(items):
-            together = itertools.takewhile(lambda item: not self._is_alone(item), items[done:])
-            for result in self._score(list(together) or items[done : done + 1]):
-                self._send([first + done, *result])
-                done += 1
-
-    def _is_alone(self, item: tuple) -> bool:
-        _, _, task, *_ = item
-        return self._loaded.alone is None or task in self._loaded.alone
+    def _shares_process(self, item: tuple) -> bool:
+        return self._loaded.alone is not None and item[2] not in self._loaded.alone
 
     def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
         """Yield results of the first items, up to a failure of their process, and end it."""

@@ -181,9 +181,7 @@ class RewardPool(WorkerPool):
         here = not (find_scorer(name).needs_process or extract)
         limits = (float(timeout), int(memory_mib))
         settings = Settings(name, *limits, loaded.contained, extract, format)
-        executes = name
-        if loaded.alone is not None:
-            executes = ", ".join(sorted(loaded.alone))
+        executes = name if loaded.alone is None else ", ".join(sorted(loaded.alone))
         count = 0 if here else num_workers(workers)
         super().__init__(worker_process.__name__, settings, count, executes, "reward.name")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -213,7 +211,7 @@ class RewardPool(WorkerPool):
                 self._warn()
             else:
                 results = [self._score_here(*item) for item in items]
-        scores = np.array([result.score for result in results], np.float32)
+        scores = np.array([result.reward for result in results], np.float32)
         rewards = apply_threshold(scores, self._threshold)
         return Rewards.make_whole(rewards, [result.failure for result in results])
 

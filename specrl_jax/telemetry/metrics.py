@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,138 +26,123 @@ FILE_NAME = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
 
-class Metric(NamedTuple):
-    """Meaning of a name in `metrics.jsonl`."""
-
-    meaning: str
-    unit: str  # "1" for a plain ratio
-
-
-# A metric without a value at a step (no evaluation, no draft, no reference) is absent there.
-METRICS: dict[str, Metric] = {
+# By name: its meaning and its unit, "1" for a plain ratio. A metric without a value at a step (no
+# evaluation, no draft, no reference) is absent there.
+METRICS: dict[str, tuple[str, str]] = {
     # Rewards
-    "reward/mean": Metric("mean reward of the step's responses", "reward"),
-    "reward/std": Metric("standard deviation of the reward over the step's responses", "reward"),
-    "reward/fresh_noise": Metric(
-        "mean reward on fresh noise, that of all groups that had no signal too", "reward"
-    ),
-    "reward/FUNCTION": Metric(
-        "mean reward of a function, before its weight, where reward.name is a sum", "reward"
-    ),
-    "reward/eval": Metric("mean reward of responses to held-out prompts", "reward"),
-    "reward/eval/FUNCTION": Metric("the same of a function, before its weight", "reward"),
-    "reward/failed": Metric("answers, or episodes, that hit a limit or raised (reward 0)", "count"),
-    "reward/solved_all": Metric("share of groups whose responses are all right", "1"),
-    "reward/solved_none": Metric("share of groups without a right response", "1"),
-    "reward/no_signal": Metric("share of groups whose rewards are all equal", "1"),
-    "reward/overlong": Metric("mean penalty for length, part of the trained rewards", "reward"),
+    "reward/mean": ("mean reward of the step's responses", "reward"),
+    "reward/std": ("standard deviation of the reward over the step's responses", "reward"),
+    "reward/fresh_noise": ("mean reward on fresh noise, groups without a signal too", "reward"),
+    "reward/FUNCTION": ("mean reward of a function of a sum, before its weight", "reward"),
+    "reward/eval": ("mean reward of responses to held-out prompts", "reward"),
+    "reward/eval/FUNCTION": ("the same of a function, before its weight", "reward"),
+    "reward/failed": ("answers, or episodes, that hit a limit or raised (reward 0)", "count"),
+    "reward/solved_all": ("share of groups whose responses are all right", "1"),
+    "reward/solved_none": ("share of groups without a right response", "1"),
+    "reward/no_signal": ("share of groups whose rewards are all equal", "1"),
+    "reward/overlong": ("mean penalty for length, part of the trained rewards", "reward"),
     # Responses of the rollout, and where their tokens come from
-    "rollout/response_len_mean": Metric("response length, end of sequence included", "tokens"),
-    "rollout/truncated_fraction": Metric("share of responses without end of sequence", "1"),
-    "rollout/tokens_generated": Metric("response tokens not reused, forced or copied", "tokens"),
-    "rollout/tokens_reused": Metric("response tokens accepted from earlier responses", "tokens"),
-    "rollout/tokens_forced": Metric("response tokens that an environment gave", "tokens"),
-    "rollout/tokens_copied": Metric("tokens of responses that these forked from", "tokens"),
-    "rollout/reuse_fraction": Metric("reused tokens over all response tokens", "1"),
-    "rollout/prefix_len_mean": Metric("accepted prefix, mean over rows (0: no draft)", "tokens"),
-    "rollout/full_reuse_ratio": Metric("share of responses that are a wholly accepted draft", "1"),
-    "rollout/draft_accept_rate": Metric("accepted over all draft tokens", "1"),
-    "rollout/kept_noise": Metric("share of rows on the noise of an earlier visit", "1"),
-    "rollout/unchanged": Metric("share of rows whose response equals their last one", "1"),
-    "rollout/distinct": Metric("distinct responses of a group, mean", "count"),
-    "rollout/overlap_rouge1": Metric("mean ROUGE-1 F1 with the row's last response", "1"),
-    "rollout/turns_mean": Metric("turns of an episode, mean", "count"),
-    "rollout/tool_calls_mean": Metric("turns of an episode that a tool answered, mean", "count"),
+    "rollout/response_len_mean": ("response length, end of sequence included", "tokens"),
+    "rollout/truncated_fraction": ("share of responses without end of sequence", "1"),
+    "rollout/tokens_generated": ("response tokens not reused, forced or copied", "tokens"),
+    "rollout/tokens_reused": ("response tokens accepted from earlier responses", "tokens"),
+    "rollout/tokens_forced": ("response tokens that an environment gave", "tokens"),
+    "rollout/tokens_copied": ("tokens of responses that these forked from", "tokens"),
+    "rollout/reuse_fraction": ("reused tokens over all response tokens", "1"),
+    "rollout/prefix_len_mean": ("accepted prefix, mean over rows (0: no draft)", "tokens"),
+    "rollout/full_reuse_ratio": ("share of responses that are a wholly accepted draft", "1"),
+    "rollout/draft_accept_rate": ("accepted over all draft tokens", "1"),
+    "rollout/kept_noise": ("share of rows on the noise of an earlier visit", "1"),
+    "rollout/unchanged": ("share of rows whose response equals their last one", "1"),
+    "rollout/distinct": ("distinct responses of a group, mean", "count"),
+    "rollout/overlap_rouge1": ("mean ROUGE-1 F1 with the row's last response", "1"),
+    "rollout/turns_mean": ("turns of an episode, mean", "count"),
+    "rollout/tool_calls_mean": ("turns of an episode that a tool answered, mean", "count"),
     # Work of the rollout
-    "rollout/decode_steps": Metric("decode steps over all buckets", "steps"),
-    "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),
-    "rollout/tokens_drafted": Metric("sampled tokens that the draft source proposed", "tokens"),
-    "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
-    "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
-    "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
-    "rollout/tokens_extended": Metric(
-        "tokens computed as rows began or went on, with padding", "tokens"
-    ),
-    "rollout/tokens_verified": Metric("draft tokens that an acceptance rule decided on", "tokens"),
-    "rollout/draft_store_gib": Metric("earlier responses kept, over all devices", "GiB"),
+    "rollout/decode_steps": ("decode steps over all buckets", "steps"),
+    "rollout/row_steps": ("rows x decode steps computed", "row steps"),
+    "rollout/tokens_drafted": ("sampled tokens that the draft source proposed", "tokens"),
+    "rollout/width_mean": ("tokens verified in a decode step, mean over row steps", "tokens"),
+    "rollout/width_max": ("tokens verified in the widest decode step", "tokens"),
+    "rollout/wide_fraction": ("share of row steps wider than one token", "1"),
+    "rollout/tokens_extended": ("tokens computed as rows began or went on, with padding", "tokens"),
+    "rollout/tokens_verified": ("draft tokens that an acceptance rule decided on", "tokens"),
+    "rollout/draft_store_gib": ("earlier responses kept, over all devices", "GiB"),
     # Rows and groups that cross steps
-    "rollout/tokens_run_ahead": Metric("tokens of the next step, begun in idle rows", "tokens"),
-    "rollout/run_ahead_accepted": Metric("share of the tokens begun ahead that were used", "1"),
-    "rollout/tokens_resumed": Metric("tokens of partial rows at the step's beginning", "tokens"),
-    "rollout/stale_fraction": Metric(
-        "share of the batch's tokens that earlier weights sampled", "1"
-    ),
-    "rollout/gen_batches": Metric("rollouts until the batch was full", "count"),
-    "rollout/groups_waiting": Metric("complete groups that wait for the next step", "count"),
-    "rollout/groups_filled": Metric("groups without signal that filled the batch", "count"),
-    "curriculum/screened": Metric("prompts with the first part of a group sampled", "count"),
-    "curriculum/kept": Metric("share of the screened prompts whose group is finished", "1"),
-    "curriculum/waiting": Metric("prompts with an unfinished group", "count"),
+    "rollout/tokens_run_ahead": ("tokens of the next step, begun in idle rows", "tokens"),
+    "rollout/run_ahead_accepted": ("share of the tokens begun ahead that were used", "1"),
+    "rollout/tokens_resumed": ("tokens of partial rows at the step's beginning", "tokens"),
+    "rollout/stale_fraction": ("share of the batch's tokens that earlier weights sampled", "1"),
+    "rollout/gen_batches": ("rollouts until the batch was full", "count"),
+    "rollout/groups_waiting": ("complete groups that wait for the next step", "count"),
+    "rollout/groups_filled": ("groups without signal that filled the batch", "count"),
+    "curriculum/screened": ("prompts with the first part of a group sampled", "count"),
+    "curriculum/kept": ("share of the screened prompts whose group is finished", "1"),
+    "curriculum/waiting": ("prompts with an unfinished group", "count"),
     # Old and new policy on the accepted draft tokens
-    "reuse/log_ratio_mean": Metric("log π / π_old of accepted draft tokens, mean", "nats"),
-    "reuse/log_ratio_p05": Metric("log π / π_old of accepted tokens, 5th percentile", "nats"),
-    "reuse/log_ratio_p50": Metric("log π / π_old of accepted tokens, median", "nats"),
-    "reuse/log_ratio_p95": Metric("log π / π_old of accepted tokens, 95th percentile", "nats"),
-    "reuse/lenient_fraction": Metric("expected share of accepted tokens that need ℓ > 1", "1"),
-    "reuse/kl": Metric("mean of r − 1 − log r, r = π / π_old, of accepted tokens", "nats"),
-    "reuse/rejected_mass": Metric("rejections over verified draft positions", "1"),
+    "reuse/log_ratio_mean": ("log π / π_old of accepted draft tokens, mean", "nats"),
+    "reuse/log_ratio_p05": ("log π / π_old of accepted tokens, 5th percentile", "nats"),
+    "reuse/log_ratio_p50": ("log π / π_old of accepted tokens, median", "nats"),
+    "reuse/log_ratio_p95": ("log π / π_old of accepted tokens, 95th percentile", "nats"),
+    "reuse/lenient_fraction": ("expected share of accepted tokens that need ℓ > 1", "1"),
+    "reuse/kl": ("mean of r − 1 − log r, r = π / π_old, of accepted tokens", "nats"),
+    "reuse/rejected_mass": ("rejections over verified draft positions", "1"),
     # Updates
     # Means over tokens are over the rows that the update computes: all, or those with a signal
     # (updates.skip_no_signal). Absent where there are none.
-    "policy/loss": Metric("loss, mean over the step's updates", "1"),
-    "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),
-    "policy/entropy": Metric("entropy per token of the untruncated policy", "nats"),
-    "policy/clip_fraction": Metric("share of tokens whose ratio is clipped", "1"),
-    "policy/ratio_mean": Metric("π / π_old, mean over tokens", "1"),
-    "policy/importance_mean": Metric("importance weight after its cap, mean over tokens", "1"),
-    "policy/importance_capped": Metric("share of tokens whose importance weight is capped", "1"),
-    "policy/masked_token_low": Metric("share of tokens masked, their ratio is too low", "1"),
-    "policy/masked_token_high": Metric("share of tokens masked, their ratio is too high", "1"),
-    "policy/masked_row_low": Metric("share of tokens masked, their row's mean is too low", "1"),
-    "policy/masked_row_high": Metric("share of tokens masked, their row's mean is too high", "1"),
-    "policy/masked_outlier_low": Metric("share of tokens masked, their row has a low ratio", "1"),
-    "policy/masked_outlier_high": Metric("share of tokens masked, their row has a high ratio", "1"),
-    "policy/masked_negative_kl": Metric(
-        "share of tokens masked, of negative advantage in a row of a large KL", "1"
+    "policy/loss": ("loss, mean over the step's updates", "1"),
+    "policy/kl": ("KL to the reference per token, k3 estimate", "nats"),
+    "policy/entropy": ("entropy per token of the untruncated policy", "nats"),
+    "policy/clip_fraction": ("share of tokens whose ratio is clipped", "1"),
+    "policy/ratio_mean": ("π / π_old, mean over tokens", "1"),
+    "policy/importance_mean": ("importance weight after its cap, mean over tokens", "1"),
+    "policy/importance_capped": ("share of tokens whose importance weight is capped", "1"),
+    "policy/masked_token_low": ("share of tokens masked, their ratio is too low", "1"),
+    "policy/masked_token_high": ("share of tokens masked, their ratio is too high", "1"),
+    "policy/masked_row_low": ("share of tokens masked, their row's mean is too low", "1"),
+    "policy/masked_row_high": ("share of tokens masked, their row's mean is too high", "1"),
+    "policy/masked_outlier_low": ("share of tokens masked, their row has a low ratio", "1"),
+    "policy/masked_outlier_high": ("share of tokens masked, their row has a high ratio", "1"),
+    "policy/masked_negative_kl": (
+        "share of tokens masked, advantage < 0 in a row of a large KL",
+        "1",
     ),
-    "policy/masked_binary_kl": Metric("share of tokens masked, their binary KL is large", "1"),
-    "policy/pair_loss": Metric("-log σ of the margin of a preference pair, mean", "nats"),
-    "policy/pair_accuracy": Metric("share of pairs whose better response is preferred", "1"),
-    "policy/solution_nll": Metric("-log π of the solutions that are learned, mean", "nats"),
-    "policy/rollout_train_logprob_gap": Metric("|rollout's − training's log-prob| a token", "nats"),
-    "critic/loss": Metric("critic's loss per token, mean over the step's updates", "1"),
-    "critic/clip_fraction": Metric("share of tokens whose value is clipped", "1"),
-    "critic/explained_variance": Metric("1 - var(return - value) / var(return)", "1"),
-    "critic/value_mean": Metric("critic's value before the update, mean over tokens", "reward"),
-    "critic/grad_norm": Metric("critic's gradient norm before clipping, mean over updates", "1"),
-    "draft_head/loss": Metric("draft head's loss per token, mean over the step's updates", "1"),
-    "draft_head/overlap": Metric(
-        "Σ min(p, q) of the policy and the head's first guess, among its tokens", "1"
-    ),
-    "draft_head/grad_norm": Metric("draft head's gradient norm before clipping, mean", "1"),
-    "update/signal_fraction": Metric("share of rows whose loss has a gradient: the computed", "1"),
-    "update/selected_fraction": Metric("share of the step's rows that its updates take", "1"),
-    "update/budget_filled": Metric("tokens that the updates take / updates.token_budget", "1"),
-    "update/computed_fraction": Metric("slots computed / slots of padded rows", "1"),
-    "update/solutions": Metric("share of groups whose solution is learned", "1"),
-    "update/grad_norm": Metric("global gradient norm before clipping, mean over updates", "1"),
-    "update/skipped": Metric("updates skipped, their loss or gradients were not finite", "count"),
-    "update/lr": Metric("learning rate of the step's last update", "1"),
+    "policy/masked_binary_kl": ("share of tokens masked, their binary KL is large", "1"),
+    "policy/pair_loss": ("-log σ of the margin of a preference pair, mean", "nats"),
+    "policy/pair_accuracy": ("share of pairs whose better response is preferred", "1"),
+    "policy/solution_nll": ("-log π of the solutions that are learned, mean", "nats"),
+    "policy/rollout_train_logprob_gap": ("|rollout's − training's log-prob| a token", "nats"),
+    "critic/loss": ("critic's loss per token, mean over the step's updates", "1"),
+    "critic/clip_fraction": ("share of tokens whose value is clipped", "1"),
+    "critic/explained_variance": ("1 - var(return - value) / var(return)", "1"),
+    "critic/value_mean": ("critic's value before the update, mean over tokens", "reward"),
+    "critic/grad_norm": ("critic's gradient norm before clipping, mean over updates", "1"),
+    "draft_head/loss": ("draft head's loss per token, mean over the step's updates", "1"),
+    "draft_head/overlap": ("Σ min(p, q) of the policy and the head's first guess", "1"),
+    "draft_head/grad_norm": ("draft head's gradient norm before clipping, mean", "1"),
+    "update/signal_fraction": ("share of rows whose loss has a gradient: the computed", "1"),
+    "update/selected_fraction": ("share of the step's rows that its updates take", "1"),
+    "update/budget_filled": ("tokens that the updates take / updates.token_budget", "1"),
+    "update/computed_fraction": ("slots computed / slots of padded rows", "1"),
+    "update/solutions": ("share of groups whose solution is learned", "1"),
+    "update/grad_norm": ("global gradient norm before clipping, mean over updates", "1"),
+    "update/skipped": ("updates skipped, their loss or gradients were not finite", "count"),
+    "update/lr": ("learning rate of the step's last update", "1"),
     # Progress
-    "data/prompts_seen": Metric("prompts rolled out since the run began, with repeats", "count"),
-    "data/passes": Metric("passes over the training prompts, fractional", "epochs"),
+    "data/prompts_seen": ("prompts rolled out since the run began, with repeats", "count"),
+    "data/passes": ("passes over the training prompts, fractional", "epochs"),
     # Time
-    "time/step": Metric("the step without evaluation and checkpoint", "seconds"),
-    "time/rollout": Metric("rollout, verification included", "seconds"),
-    "time/extend": Metric("of the rollout: prompts and drafts, as rows begin", "seconds"),
-    "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
-    "time/reward": Metric("scoring the responses", "seconds"),
-    "time/environment": Metric("of these: waiting for the environment's answers", "seconds"),
-    "time/update": Metric("the step's optimizer updates", "seconds"),
-    "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),
-    "time/compile": Metric("compiling programs or reading them, since the last record", "seconds"),
-    "compile/built": Metric("programs compiled since the last record", "count"),
-    "compile/read": Metric("programs read from the compilation cache since then", "count"),
+    "time/step": ("the step without evaluation and checkpoint", "seconds"),
+    "time/rollout": ("rollout, verification included", "seconds"),
+    "time/extend": ("of the rollout: prompts and drafts, as rows begin", "seconds"),
+    "time/decode": ("of the rollout: decoding after the prefixes", "seconds"),
+    "time/reward": ("scoring the responses", "seconds"),
+    "time/environment": ("of these: waiting for the environment's answers", "seconds"),
+    "time/update": ("the step's optimizer updates", "seconds"),
+    "time/eval": ("rollout and scoring of held-out prompts", "seconds"),
+    "time/compile": ("compiling programs or reading them, since the last record", "seconds"),
+    "compile/built": ("programs compiled since the last record", "count"),
+    "compile/read": ("programs read from the compilation cache since then", "count"),
 }
 
 # JSONL --------------------------------------------------------------------------------------

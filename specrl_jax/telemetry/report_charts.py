@@ -68,8 +68,9 @@ def metric_charts(series: Sequence[Series]) -> list[tuple[str, list[Chart]]]:
         if name not in found or prefix not in by_prefix:
             continue
         note = ""
-        if known := METRICS.get(name):
-            note = known.meaning if known.unit == "1" else f"{known.meaning} ({known.unit})"
+        if name in METRICS:
+            meaning, unit = METRICS[name]
+            note = meaning if unit == "1" else f"{meaning} ({unit})"
         by_prefix[prefix].append(_chart(title, note, [name], series))
     drawn = ((prefix, list(filter(_is_drawn, charts))) for prefix, charts in by_prefix.items())
     return [(prefix, charts) for prefix, charts in drawn if charts]

@@ -152,13 +152,11 @@ class SafeTracker:
             self._tracker = TRACKERS[name](workdir, dict(config) | described)
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         if self._tracker is not None:
             with self._failure_is_a_warning("logging"):
                 self._tracker.log(step, epoch, values)
 
     def close(self) -> str:
-        """See `Tracker.close`."""
         tracker = self._tracker
         self._tracker = None
         if tracker is not None:

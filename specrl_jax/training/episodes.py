@@ -23,9 +23,10 @@ from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
-from specrl_jax.rewards.environment_pool import Answer, EnvironmentPool
+from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rewards.worker_process import Result
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.engine.speculation import Speculation
@@ -286,7 +287,7 @@ class _Episodes:
                 answers[row] = ids
         return answers
 
-    def _step_own(self, rows: list[int], texts: list[str]) -> dict[int, Answer]:
+    def _step_own(self, rows: list[int], texts: list[str]) -> dict[int, Result]:
         """Do so for rows of this process; return its environments' answers by row."""
         pool = self.scorer.pool
         first = self.own.start
@@ -302,7 +303,7 @@ class _Episodes:
         return {first + i: answer for i, answer in answers.items()}
 
     def _take(
-        self, row: int, answer: Answer, tokens: np.ndarray, lens: np.ndarray
+        self, row: int, answer: Result, tokens: np.ndarray, lens: np.ndarray
     ) -> list[int] | None:
         """Note the reward of a turn; return the tokens to go on with, None after the last."""
         self._note(row, answer.reward, answer.failure)

@@ -21,6 +21,7 @@ from specrl_jax.rewards.workers import RewardPool
 
 WEAK = 100  # answers, as many others among them, where the system has no namespaces
 SEED = 28
+LIMITS = {"timeout": 9, "memory_mib": 256, "workers": 1}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment needs Linux")
 
@@ -71,7 +72,7 @@ def probe(prey):
         f"open({str(prey.file)!r}, 'a')",
         "import socket; socket.socket().bind(('127.0.0.1', 0))",
     ]
-    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
         scores = score(pool, texts)
     if not scores.failed.all():
         pytest.skip(f"this system allows {texts[int(np.argmin(scores.failed))]}")
@@ -107,7 +108,7 @@ def prey(tmp_path, monkeypatch):
 def test_an_answer_cannot_lift_its_memory_limit():
     lift = "import resource as r; hard = r.getrlimit(r.RLIMIT_AS)[1]; "
     lift += "r.setrlimit(r.RLIMIT_AS, (hard, hard)); x = bytearray(1 << 30); value = 1"
-    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
         scores = pool.score([lift], [""], [""], [{}])
     assert scores.reasons == ("out of memory",)
 
@@ -151,7 +152,7 @@ def test_an_answer_has_no_more_processes_than_its_limit(monkeypatch, worker):
         "import subprocess as s; value = float(s.check_output('echo 5 > x; cat x', shell=True))",
         "import os; value = os.getuid() != 0 or os.getgid() != 0",
     ]
-    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
         scores = score(pool, texts)
     assert scores.reasons == ("",) * 3
     assert 20 < scores.rewards[0] < 2 * containment.MAX_PROCESSES  # others of the user may end
@@ -165,7 +166,7 @@ as_owner = sys.argv[1] == "True"
 with tempfile.TemporaryDirectory() as scratch, tempfile.NamedTemporaryFile() as secret:
     cell = containment.Cell(scratch, 1 << 30, False, 0, linux.own_user())
     cell._as_owner = as_owner
-    cell._give_scratch()
+    cell._open_scratch()
     if os.fork() == 0:
         cell.confine()
         echo = subprocess.run("echo 5 > x; cat x", shell=True, capture_output=True)
@@ -216,7 +217,7 @@ def test_seccomp_filters_alone_keep_other_processes_and_the_network(prey, monkey
         "import resource; value = resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 9",
         "import socket; a, b = socket.socketpair(); value = a.send(b'x')",
     ]
-    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
         scores = score(pool, refused + allowed)
     assert scores.failed.tolist() == [True] * len(refused) + [False] * len(allowed)
     assert all("Operation not permitted" in x for x in scores.reasons[: len(refused)])
@@ -242,7 +243,6 @@ def test_the_environment_of_answers_holds_no_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("https_proxy", "http://user:secret@host")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    limits = {"timeout": 30.0, "memory_mib": 256, "workers": 1}
     where = "os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'] != " + repr(os.getcwd())
     texts = [
         "import os; value = 'secret' in str(os.environ)",
@@ -251,7 +251,7 @@ def test_the_environment_of_answers_holds_no_secrets(monkeypatch):
         "import os; value = os.environ['LC_ALL'] == 'C.UTF-8'",
         f"import os; value = {where} and not os.listdir()",
     ]
-    with RewardPool("user_scorers:execute", **limits) as pool:
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
         scores = score(pool, texts)
     assert scores.reasons[0] == ""
     np.testing.assert_array_equal(scores.rewards, [0, 0, 1, 1])

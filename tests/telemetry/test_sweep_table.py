@@ -4,7 +4,7 @@ import csv
 
 import pytest
 from matplotlib.figure import Figure
-from test_report_page import write_files
+from test_report_page import response, write_files
 
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.report_charts import reward_limits
@@ -23,12 +23,8 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
             records.append(record)
         records[-1]["reward/eval"] = rewards[epoch - 1]
-    blank = {"epoch": 1, "prefix_len": 0, "by_function": {}, "reward": 0.5, "failed": False}
-    blank["ended"] = True
-    blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
-    blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps", "turns")}
     lines = [
-        blank | {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
+        response(step, 1, i, [""] * len(row), "s" * len(row), token_ids=row)
         for step, rows in enumerate(responses, start=1)
         for i, row in enumerate(rows)
     ]

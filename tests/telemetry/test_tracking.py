@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-import types
+from unittest import mock
 
 import pytest
 from test_report_page import two_epochs, write_run
@@ -21,31 +21,6 @@ def logged_out(monkeypatch, tmp_path):
     return tmp_path / "netrc"
 
 
-class FakeRun:
-    """Records what it is asked for."""
-
-    def __init__(self, options, broken):
-        self.options, self.broken = options, broken
-        self.calls, self.id, self.dir, self.url = [], options["id"], "wandb/run-1/files", "u.r/l"
-        self.settings = types.SimpleNamespace(mode=options["mode"])
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            if self.broken and name == "log":
-                raise RuntimeError("lost the service\nsecond line")
-            self.calls.append((name, *args, *options.items()))
-
-        return call
-
-
-class FakeArtifact:
-    def __init__(self, name, type):
-        self.type, self.files = type, []
-
-    def add_file(self, path):
-        self.files.append(path)
-
-
 def fake_wandb(monkeypatch, *, init_fails=(), broken=False):
     """The runs that are begun."""
     runs = []
@@ -53,13 +28,14 @@ def fake_wandb(monkeypatch, *, init_fails=(), broken=False):
     def init(**options):
         if options["mode"] in init_fails:
             raise TimeoutError("no network")
-        runs.append(FakeRun(options, broken))
-        return runs[-1]
+        run = mock.Mock(options=options, id=options["id"], dir="wandb/run-1/files", url="u.r/l")
+        run.settings.mode = options["mode"]
+        if broken:
+            run.log.side_effect = RuntimeError("lost the service\nsecond line")
+        runs.append(run)
+        return run
 
-    module = types.SimpleNamespace(
-        init=init, Artifact=FakeArtifact,
-        Settings=lambda **options: options, Table=lambda columns, data: (columns, data),
-    )  # fmt: skip
+    module = mock.Mock(init=init, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", module)
     return runs
 
@@ -98,18 +74,17 @@ def test_what_wandb_is_given(tmp_path, monkeypatch):
         line = tracker.close()
     first, second = runs
     assert line == "wandb: to send this run: wandb sync wandb/run-1"
-    assert ("log", {"step": 2, "epoch": 1, "reward/mean": 0.5}) in second.calls
-    assert ("define_metric", "*", ("step_metric", "step")) in second.calls
-    tables = [
-        x["rollouts"] for name, x, *_ in second.calls[:-1] if name == "log" and "rollouts" in x
-    ]
-    assert [(row[0], row[5], row[6]) for row in tables[0][1]] == [
+    second.log.assert_any_call({"step": 2, "epoch": 1, "reward/mean": 0.5})
+    second.define_metric.assert_any_call("*", step_metric="step")
+    _, rows = second.log.call_args.args[0]["rollouts"]
+    assert [(row[0], row[5], row[6]) for row in rows] == [
         (2, "1 3", 0.0), (2, "1 2", 1.0), (5, "1 2", 0.0), (5, "1 2", 1.0)
     ]  # fmt: skip
-    assert [row[-1] for row in tables[0][1]] == [0, 0, 0.5, 1]
-    (artifact,) = [call[1] for call in second.calls if call[0] == "log_artifact"]
-    assert (artifact.type, artifact.files) == ("report", [str(folder / "report.html")])
-    assert second.calls[-1] == ("finish",)
+    assert [row[-1] for row in rows] == [0, 0, 0.5, 1]
+    (artifact,) = second.log_artifact.call_args.args
+    artifact.add_file.assert_called_with(str(folder / "report.html"))
+    assert sys.modules["wandb"].Artifact.call_args.kwargs == {"type": "report"}
+    assert second.method_calls[-1] == mock.call.finish()
     options = second.options
     assert options["id"] == first.options["id"] == (folder / "wandb_id").read_text()
     assert options["name"] == f"a-{options['id'][:4]}"
@@ -122,7 +97,7 @@ def test_without_a_network_an_online_run_becomes_offline(tmp_path, monkeypatch, 
     monkeypatch.setenv("WANDB_MODE", "online")
     SafeTracker("wandb", tmp_path, {}).log(1, 1, {})
     assert [run.options["mode"] for run in runs] == ["offline"]
-    assert runs[0].calls[-1] == ("log", {"step": 1, "epoch": 1})
+    runs[0].log.assert_called_once_with({"step": 1, "epoch": 1})
     assert "no network" in caplog.text
 
 
