@@ -88,11 +88,8 @@ def update(
     optimizer's state (moments, step count) stay as they are.
 
     Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping),
-    `weight_norm` and `moments` (see `_sizes`) after the update, and the sums of
-    `losses.policy_loss` over the rows that are computed; with a critic also its norms, as
-    `critic_grad_norm`, and the sums of `losses.value_loss`; with a draft head also its norms, as
-    `head_grad_norm`, and the sums of `draft_training.head_gradients`, of which `head_overlap` is
-    [depth]; with an objective of pairs also the sums of `preference.weigh_pairs`.
+    `weight_norm` and `moments` (see `_sizes`) after the update, the last three also as `critic_*`
+    and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and `weigh_pairs`.
     """
     before = state
     (grads, critic_grads, head_grads), sums = _gradients(

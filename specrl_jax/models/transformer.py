@@ -43,7 +43,6 @@ class Transformer(nnx.Module):
         self.final_norm = nnx.Param(params["final_norm"])
         self.lm_head = None if config.tie_embeddings else nnx.Param(params["lm_head"])
         self.layers = nnx.data(params["layers"])
-        self.stacked = isinstance(params["layers"], dict)
 
     def __call__(
         self,
@@ -59,9 +58,9 @@ class Transformer(nnx.Module):
 
         tokens_BT: int32 [B, T], left-aligned.
         start_B: int32 [B], slot of each row's first token, with a cache.
-        cache: Keys and values of all earlier slots, with unstacked layers. Without both the tokens
-            see each other.
-        gives_cache: Of stacked layers, give keys and values [L, B, T, K, H] in the cache's place.
+        cache: Keys and values of all earlier slots; layers are unstacked. None: the tokens see each
+            other, layers are stacked.
+        gives_cache: Give keys and values [L, B, T, K, H] in the place of a cache.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
@@ -118,10 +117,9 @@ class Transformer(nnx.Module):
         """Run all layers. ropes: of global layers, and of local ones where there are any."""
         local_L = self.config.local_layers
         window = self.config.sliding_window
-        if not self.stacked:
+        if cache is not None:
             new_cache = []
-            for i, params in enumerate(self.layers):
-                layer_cache = None if cache is None else cache[i]
+            for i, (params, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
                 local = bool(local_L) and local_L[i]
                 own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)

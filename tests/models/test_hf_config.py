@@ -2,15 +2,13 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from references.make_references import TINY
+from test_gguf import TINY_FILES
 
 from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.hf_config import config_from_json, config_to_json
-
-TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
 
 
 def test_config_of_each_family():

@@ -145,17 +145,6 @@ def test_a_packed_trie_gives_what_its_rows_give(mesh, name):
     np.testing.assert_allclose(got[12:19], want[1, 5:], rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_cache_unstacked_layers_give_what_they_would_write(mesh):
-    weights = rollout_weights(BASE, _params(BASE))
-    tokens = put(_tokens(2, 5), "batch", None)
-    start = put(np.zeros(2, np.int32), "batch")
-    _, cache = _with_cache(BASE, weights, tokens, start, init_cache(BASE, 2, 5))
-    _, fresh = _with_cache(BASE, weights, tokens, None, None)
-    for written, (keys, values) in zip(cache, fresh, strict=True):
-        np.testing.assert_allclose(np.moveaxis(written[0], 3, 1), keys, atol=1e-5)
-        np.testing.assert_allclose(np.moveaxis(written[1], 2, 1), values, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rematerialisation_gives_the_same_gradients(mesh, name):
     base = FAMILIES[name]
