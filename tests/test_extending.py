@@ -7,10 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ONE_DEVICE, ROOT, small_config
+from small_runs import ONE_DEVICE, ROOT
 
-from specrl_jax import train as loop
-from specrl_jax.rollout.drafts import sources
 from specrl_jax.telemetry.metrics import read_metrics
 
 TEXT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("extending", "agents"))
@@ -82,17 +80,6 @@ def test_an_environment(tmp_path):
 def test_a_draft_source(tmp_path):
     last = run_recipe(RECIPES["A draft source"], tmp_path)[-1]
     assert last["rollout/tokens_drafted"] > 0
-
-
-@pytest.mark.slow
-def test_a_draft_source_with_a_memory(mesh, tmp_path, monkeypatch):
-    names = {"__name__": "frequent"}
-    exec(BLOCK.search(RECIPES["A draft source with a memory"])[2], names)
-    choice = sources.DraftChoice(source=lambda settings: names["Frequent"](vocab=256))
-    monkeypatch.setitem(sources.DRAFT_SOURCES, "frequent", choice)
-    changes = {"rollout.draft": "frequent", "rollout.adaptive": False, "train.steps": 1}
-    loop.train(small_config(changes), tmp_path)
-    assert read_metrics(tmp_path)[-1]["rollout/tokens_drafted"] > 0
 
 
 @pytest.mark.slow
