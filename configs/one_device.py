@@ -10,7 +10,7 @@ hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All o
 those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
 --config.mesh.fsdp=8.
 
-Expect what the compiler says to fit: docs/one_device.md has the figures, and a run prints its own
+Expect what the compiler says to fit: docs/scaling.md has the figures, and a run prints its own
 at its start. What reward to expect is not known. It teaches which fields make a model fit.
 
 Measured: compiled ahead of time, as each preset says; none has run on an accelerator.

@@ -22,7 +22,7 @@ LINKS = {
     "configs/one_device.py": "presets.md",
     "specrl_jax/telemetry/metrics.py": "metrics.md",
 }
-CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "one_device", "lenience_sweep")
+CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "tool", "one_device", "lenience_sweep")
 # Subject → modules below specrl_jax.
 MODULES = {
     "Runs": ("train", "training.evaluate", "evaluation.saved_policy", "telemetry.metrics"),

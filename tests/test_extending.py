@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md, each saved and run as its reader would."""
+"""The recipes of docs/extending.md and docs/agents.md, each saved and run as its reader would."""
 
 import os
 import re
@@ -7,13 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ONE_DEVICE, ROOT, small_config
+from small_runs import ONE_DEVICE, ROOT
 
-from specrl_jax import train as loop
-from specrl_jax.rollout.drafts import sources
 from specrl_jax.telemetry.metrics import read_metrics
 
-TEXT = (ROOT / "docs" / "extending.md").read_text()
+TEXT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("extending", "agents"))
 RECIPES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -71,7 +69,8 @@ def test_several_rewards(tmp_path):
 
 @pytest.mark.slow
 def test_an_environment(tmp_path):
-    last = run_recipe(RECIPES["An environment"], tmp_path)[-1]
+    recipe = RECIPES["An environment"].replace("train.steps=60", "train.steps=2")
+    last = run_recipe(recipe, tmp_path)[-1]
     assert last["step"] == 2
     assert last["rollout/turns_mean"] > 1
     assert last["reward/failed"] == 0
@@ -81,17 +80,6 @@ def test_an_environment(tmp_path):
 def test_a_draft_source(tmp_path):
     last = run_recipe(RECIPES["A draft source"], tmp_path)[-1]
     assert last["rollout/tokens_drafted"] > 0
-
-
-@pytest.mark.slow
-def test_a_draft_source_with_a_memory(mesh, tmp_path, monkeypatch):
-    names = {"__name__": "frequent"}
-    exec(BLOCK.search(RECIPES["A draft source with a memory"])[2], names)
-    choice = sources.DraftChoice(source=lambda settings: names["Frequent"](vocab=256))
-    monkeypatch.setitem(sources.DRAFT_SOURCES, "frequent", choice)
-    changes = {"rollout.draft": "frequent", "rollout.adaptive": False, "train.steps": 1}
-    loop.train(small_config(changes), tmp_path)
-    assert read_metrics(tmp_path)[-1]["rollout/tokens_drafted"] > 0
 
 
 @pytest.mark.slow
