@@ -75,9 +75,7 @@ def log_probs(model, states, ids):
     return jax.nn.log_softmax(logits[0][:, ids] / ref.LEARNER.temperature)
 
 
-@pytest.mark.parametrize(
-    ("vocab", "chunk"), [pytest.param(0, 100, marks=pytest.mark.slow), (5, ref.TWO_ROWS)]
-)
+@pytest.mark.parametrize(("vocab", "chunk"), [(0, 100), (5, ref.TWO_ROWS)])
 def test_the_gradient_is_that_of_rows_alone(mesh, vocab, chunk):
     """Rows 2 and 3 share all but their last token: their trie is computed once."""
     update_spec = learner(vocab, logits_chunk=100 if vocab == 0 else ref.LEARNER.logits_chunk)

@@ -152,7 +152,6 @@ def test_nothing_accepted_has_no_measure(mesh):
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
-@pytest.mark.slow
 def test_a_share_of_drafts_is_left_out(mesh):
     (_, old), (_, new) = ref.policy(0.1), ref.policy()
     plan, prompts = ref.make_spec(), ref.random_prompts(4)
@@ -184,7 +183,6 @@ def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):
     assert record["policy/importance_capped"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accept", ["ratio", "random"])
 def test_reuse_of_tokens_that_truncation_cuts_off_keeps_metrics_finite(mesh, tmp_path, accept):
     """Full and random reuse accept what top-k would never sample: log-prob -inf, later 0 / 0."""

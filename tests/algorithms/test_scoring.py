@@ -64,9 +64,7 @@ def test_an_accelerator_computes_more_at_once_and_heeds_the_bound(
         assert size * length >= 256 * np.prod(shape) or count == 1
 
 
-@pytest.mark.parametrize(
-    "packing", [pytest.param(x, marks=[pytest.mark.slow] * (x == "rows")) for x in PACKINGS]
-)
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_the_bound_changes_neither_results_nor_work(mesh, monkeypatch, packing):
     """Gradients and all sums are those of one chunk; only the last chunk has empty sequences."""
     monkeypatch.setattr(scoring, "LEAST_TOKENS", 1)

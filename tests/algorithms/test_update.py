@@ -107,7 +107,7 @@ def _plain_values(trunk, head, batch: Batch, row: int):
     return hidden[0, first - 1 : -1] @ head
 
 
-@pytest.mark.parametrize("kind", [pytest.param("head", marks=pytest.mark.slow), "network"])
+@pytest.mark.parametrize("kind", ["head", "network"])
 def test_a_critic_learns_beside_the_policy(mesh, kind):
     """Both gradients are those of policy loss + coef x value loss, written row by row."""
     rng = np.random.default_rng(8)

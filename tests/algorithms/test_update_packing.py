@@ -84,7 +84,7 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in ("GRPO", "GSPO"))) for x in ALGORITHMS],
+    ALGORITHMS,
 )
 def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name):
     changes = dict(ALGORITHMS[name])

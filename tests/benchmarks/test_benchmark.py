@@ -72,7 +72,6 @@ def _fail(dtype: str):
     raise ValueError("no limits\nhere")
 
 
-@pytest.mark.slow
 def test_device(run, monkeypatch):
     """Every part gives its figure; one that fails is a line, and the others go on."""
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
@@ -305,7 +304,7 @@ def test_a_report(mesh, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"row_buckets": 3}, marks=pytest.mark.slow),
+        {"row_buckets": 3},
         {"row_buckets": 2, "max_rows": 16},
     ],
 )

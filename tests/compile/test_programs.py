@@ -45,10 +45,7 @@ KINDS = {
         "warmup.steps": 1, "evaluate.every": 2,
     },
 }  # fmt: skip
-SLOW = [
-    "no drafts", "previous", "block", "kept noise", "previous and tree", "PPO", "DAPO", "SPEED",
-    "turns", "run-ahead", "partial", "adapters",
-]  # fmt: skip
+SLOW = ["previous and tree", "turns", "run-ahead", "adapters"]
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 
 

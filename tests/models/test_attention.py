@@ -91,7 +91,7 @@ def test_packed_sequences_against_float64(make_mesh, monkeypatch, shape, pieces_
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
+@MESHES
 def test_pieces_skip_keys_that_no_query_sees(make_mesh, monkeypatch, shape):
     """Sequences of 24 tokens in pieces of 4: output and gradients are those of all keys at once,
     where a piece sees 4, 8, 16 or 24 of them."""

@@ -166,7 +166,6 @@ def test_the_other_process_ends_too(tmp_path, fates):
         assert "RuntimeError: oops" in ends[fates.index("oops 1")][2]
 
 
-@pytest.mark.slow
 def test_processes_with_other_flags_are_refused(tmp_path):
     programs = [["launch/train.py", *_arguments(tmp_path / "run")] for _ in range(2)]
     programs[1].append("--config.seed=3")
