@@ -52,26 +52,9 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     row_fields = "data.prompt_len rollout.response_len"
     slots = config.data.prompt_len + rollout.response_len
     itemsize = jnp.dtype(model.dtype).itemsize
-    model_fields = "model.source" if config.model.source else "model.num_layers model.embed_dim"
+    kept = _kept(config, model, prompts)
+    layers = model.num_layers + DRAFT_SOURCES[rollout.draft].head
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
-    stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
-    kept = [Part("weights and optimizer", model_fields, 12 * param_count(model))]
-    if model.lora:
-        adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
-        kept = [Part("weights", model_fields, itemsize * param_count(model)), adapters]
-    has_head = DRAFT_SOURCES[rollout.draft].head
-    layers = model.num_layers + has_head
-    if has_head:
-        kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
-    fields = "data.prompts rollout.group_size rollout.response_len"
-    generations = rollout.draft_age
-    if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
-        generations = rollout.tree.history
-        fields = f"rollout.tree.history {fields}"
-    size = 4 * generations  # tokens; then log-probs and origins
-    if not acceptance_rule(config).samples_anew:
-        size += 12 * rollout.draft_age
-    kept.append(Part("stored drafts", fields, size * stored))
 
     def decoded(rows: int, fields: str, layers: int) -> list[Part]:
         if 0 < rollout.max_rows < rows:
@@ -101,7 +84,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     bound = "updates.micro_batch_size" if sequences > shape(1)[1] else ""
     yield "an update", kept + trained(sequences, length, bound)
     if model.lora:
-        read = Part("weights as they are read", model_fields, 4 * param_count(model))
+        read = Part("weights as they are read", _model_fields(config), 4 * param_count(model))
         yield "the start", [*kept, read]
     if warmup.steps:
         yield "the warm-up", kept[:-1] + trained(warmup.batch_size, slots, "warmup.batch_size")
@@ -109,6 +92,34 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         rows = evaluation.batch_size * evaluation.samples
         fields = "evaluate.batch_size evaluate.samples"
         yield "an evaluation", kept + decoded(rows, fields, model.num_layers)
+
+
+def _model_fields(config) -> str:
+    return "model.source" if config.model.source else "model.num_layers model.embed_dim"
+
+
+def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
+    """Return the arrays that a run keeps from its start to its end."""
+    rollout = config.rollout
+    model_fields = _model_fields(config)
+    stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
+    kept = [Part("weights and optimizer", model_fields, 12 * param_count(model))]
+    if model.lora:
+        weights = jnp.dtype(model.dtype).itemsize * param_count(model)
+        adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
+        kept = [Part("weights", model_fields, weights), adapters]
+    if DRAFT_SOURCES[rollout.draft].head:
+        kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
+    fields = "data.prompts rollout.group_size rollout.response_len"
+    generations = rollout.draft_age
+    if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
+        generations = rollout.tree.history
+        fields = f"rollout.tree.history {fields}"
+    size = 4 * generations  # tokens; then log-probs and origins
+    if not acceptance_rule(config).samples_anew:
+        size += 12 * rollout.draft_age
+    kept.append(Part("stored drafts", fields, size * stored))
+    return kept
 
 
 def check(config, model: ModelConfig, prompts: int) -> None:
