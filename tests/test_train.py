@@ -77,9 +77,10 @@ def test_a_sum_is_trained_on_and_its_functions_are_told_apart(tmp_path, make_mes
 
 # The log-prob gap is one of the first mini-batch, which may have no row with a signal.
 ALL_ROWS = {"updates.skip_no_signal": False}
-EVALUATED = {"evaluate.every": 2, "log.rollouts": 1.0}
 # Responses are of three tokens at each place, the update is of all.
-TRUNCATED = {"rollout.top_k": 3, "rollout.temperature": 0.8}
+EVALUATED = ALL_ROWS | {
+    "evaluate.every": 2, "log.rollouts": 1.0, "rollout.top_k": 3, "rollout.temperature": 0.8,
+}  # fmt: skip
 
 
 def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_mesh, capfd):
@@ -98,7 +99,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_m
 
 
 def test_every_metric_of_every_step_once(run, capsys):
-    lines = records(run(EVALUATED | ALL_ROWS | TRUNCATED), times=True)
+    lines = records(run(EVALUATED), times=True)
     assert "algorithm.keep_sampling_mask=True makes them" in capsys.readouterr().out
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]

@@ -116,17 +116,20 @@ def _row_mean(values: Array, mask: Array) -> Array:
 Mask = Callable[[Policies, Array, Array, float], Array]
 
 
-def _of_token(beyond: Callable) -> Mask:
+def _compare_tokens(beyond: Callable) -> Mask:
+    """Return the mask of tokens whose log r is beyond log bound."""
     return lambda policies, _, mask, bound: beyond(policies.log_ratio, math.log(bound))
 
 
-def _of_row(beyond: Callable) -> Mask:
+def _compare_rows(beyond: Callable) -> Mask:
+    """Return the mask of rows whose mean of log r is."""
     return lambda policies, _, mask, bound: beyond(
         _row_mean(policies.log_ratio, mask), math.log(bound)
     )
 
 
-def _of_any(beyond: Callable) -> Mask:
+def _find_outliers(beyond: Callable) -> Mask:
+    """Return the mask of rows with a token whose log r is."""
     return lambda policies, _, mask, bound: jnp.any(
         beyond(policies.log_ratio, math.log(bound)) & mask, axis=-1, keepdims=True
     )
@@ -147,14 +150,14 @@ def _binary_kl(policies: Policies, advantages: Array, mask: Array, bound: float)
 # π_train / π_rollout; it is compared in log space, so that none overflows.
 MASKS: dict[str, Mask] = {
     # A token whose r is below or above the bound: IcePop (arXiv 2510.18855), [0.5, 5].
-    "token_low": _of_token(jnp.less),
-    "token_high": _of_token(jnp.greater),
+    "token_low": _compare_tokens(jnp.less),
+    "token_high": _compare_tokens(jnp.greater),
     # All tokens of a row whose geometric mean of r is: SkyRL, [0.99, 1.01].
-    "row_low": _of_row(jnp.less),
-    "row_high": _of_row(jnp.greater),
+    "row_low": _compare_rows(jnp.less),
+    "row_high": _compare_rows(jnp.greater),
     # All tokens of a row with any r that is: SkyRL, [1e-4, 100].
-    "outlier_low": _of_any(jnp.less),
-    "outlier_high": _of_any(jnp.greater),
+    "outlier_low": _find_outliers(jnp.less),
+    "outlier_high": _find_outliers(jnp.greater),
     # Tokens of negative advantage in a row with mean log π_rollout − log π above the bound:
     # DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). There the KL penalty has no mask.
     "negative_kl": _negative_kl,

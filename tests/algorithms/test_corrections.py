@@ -6,10 +6,10 @@ import math
 import jax
 import numpy as np
 import pytest
-from loss_batches import FULL, PLAIN, as_batch, as_float32, make_batch, slopes, take
+from loss_batches import FULL, PLAIN, as_batch, make_batch, slopes
 
 from specrl_jax.algorithms.corrections import MASKS, binary_kl
-from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, policy_metrics
+from specrl_jax.algorithms.losses import policy_loss, policy_metrics
 from specrl_jax.config.fields import FIELDS
 from specrl_jax.telemetry.metrics import METRICS
 
@@ -94,17 +94,6 @@ def test_a_masked_token_has_no_gradient_and_counts_in_the_mean(name, bound, old)
         np.testing.assert_allclose(gradient, np.where(masked, 0, other), rtol=1e-12)
         assert np.any(np.asarray(gradient) != 0)
     np.testing.assert_allclose(share, masked.sum() / tokens, rtol=1e-12)
-
-
-def test_masks_of_micro_batches_are_those_of_the_mini_batch():
-    batch = as_float32(_float64_batch())
-    config = dataclasses.replace(PLAIN, masks=SOME[:1] + SOME[3:4] + SOME[6:])
-    normalizer = AGGREGATIONS[config.aggregation].count(batch[2].mask)
-    whole, sums = policy_loss(*batch, config)
-    parts = [policy_loss(*take(batch, rows), config, normalizer) for rows in ([0, 1, 2], [3, 4, 5])]
-    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-5)
-    for name, total in sums.items():
-        np.testing.assert_allclose(sum(x[name] for _, x in parts), total, rtol=1e-5, err_msg=name)
 
 
 def test_a_ratio_beyond_float32_is_masked_and_harms_nothing():

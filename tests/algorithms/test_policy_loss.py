@@ -145,7 +145,11 @@ def test_without_a_reference_there_is_no_kl():
     assert "policy/kl" not in policy_metrics(sums)
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+MASKS = (("token_low", 0.6), ("row_high", 1.2), ("negative_kl", 0.05), ("binary_kl", 0.1))
+CUT = CHANGES | {"masks": {"masks": MASKS}}
+
+
+@pytest.mark.parametrize("changes", CUT.values(), ids=CUT)
 def test_micro_batches_sum_to_the_mini_batch(changes):
     batch = as_float32(make_batch(3))
     config = dataclasses.replace(PLAIN, **changes)
