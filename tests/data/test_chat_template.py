@@ -5,8 +5,7 @@ ask for.
 """
 
 import pytest
-from test_control_tokens import write_tokenizer
-from test_gguf_tokenizer import CHATML
+from test_control_tokens import FAMILIES, write_tokenizer
 
 from specrl_jax.data.chat_template import changed_turns
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
@@ -55,25 +54,6 @@ QWEN3 = """
     {%- endif %}
 {%- endif %}
 """  # noqa: E501
-LLAMA31 = """{{- bos_token }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- elif message.role == "tool" or message.role == "ipython" %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
-        {%- if message.content is mapping or message.content is iterable %}
-            {{- message.content | tojson }}
-        {%- else %}
-            {{- message.content }}
-        {%- endif %}
-        {{- "<|eot_id|>" }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
-"""
 GEMMA3 = """{{ bos_token }}
 {%- for message in messages -%}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
@@ -86,14 +66,13 @@ GEMMA3 = """{{ bos_token }}
     {{'<start_of_turn>model\n'}}
 {%- endif -%}
 """
-HEADERS = ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 IM = ["<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 # Templates, special tokens and others, the begin and the end.
 FORMATS = {
-    "chatml": (CHATML, IM, [], None, IM[1]),
+    "chatml": FAMILIES["chatml"],
     "qwen3": (QWEN3, [*IM, "<|endoftext|>"], TAGS, None, IM[1]),
-    "llama3.1": (LLAMA31, HEADERS, [], HEADERS[0], HEADERS[-1]),
+    "llama3.1": FAMILIES["llama3"],
     "gemma3": (GEMMA3, ["<bos>", "<start_of_turn>", "<end_of_turn>"], [], "<bos>", "<end_of_turn>"),
 }
 BLANKS = "blanks at the ends of a turn"
