@@ -131,7 +131,6 @@ def base() -> ConfigDict:
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: as many as fit the devices
-    rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
     rollout.staleness = 0  # N: updates that a batch waits for; see mesh.rollout_devices
@@ -205,6 +204,7 @@ def base() -> ConfigDict:
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
     updates.micro_batch_size = 0  # at most so many rows at once, to save memory; 0: no bound
+    updates.logits_chunk = 512  # tokens of a row whose logits are in memory at once
     updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
     updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
     updates.select = "all"  # all rows | outer_pairs (Shuffle-R1) | random_pairs (its control)
@@ -325,7 +325,7 @@ def custom(config: ConfigDict) -> None:
     config.reward.name = ""
     config.rollout.prompts_per_step = 8
     config.rollout.response_len = 256
-    config.rollout.logits_chunk = 64
+    config.updates.logits_chunk = 64
     config.updates.mini_batch_size = 64
     config.updates.learning_rate = 1e-6
     config.updates.schedule_warmup = 0
@@ -406,7 +406,7 @@ def gemma3_270m(config: ConfigDict) -> None:
     config.rollout.response_len = 8
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
-    config.rollout.logits_chunk = 8  # 32 rows x 8 tokens x 262,144 scores are 268 MB
+    config.updates.logits_chunk = 8  # 32 rows x 8 tokens x 262,144 scores are 268 MB
     config.updates.mini_batch_size = 32
     config.updates.learning_rate = 3e-6
     config.updates.schedule_warmup = 4
@@ -446,7 +446,7 @@ def gsm8k(config: ConfigDict) -> None:
     config.reward.name = "math"
     config.rollout.prompts_per_step = 32
     config.rollout.response_len = 256
-    config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
+    config.updates.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 128
     config.updates.learning_rate = 1e-6
@@ -483,7 +483,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
     config.rollout.refresh_unsolved = 0.0
-    config.rollout.logits_chunk = 256
+    config.updates.logits_chunk = 256
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size = 2_048

@@ -50,7 +50,7 @@ def gemma3_270m(config: ConfigDict) -> None:
     config.model.source = "google/gemma-3-270m-it"
     config.model.remat = True
     config.rollout.response_len = 512
-    config.rollout.logits_chunk = 16  # 128 rows x 16 tokens x 262,144 scores are 2.1 GB
+    config.updates.logits_chunk = 16  # 128 rows x 16 tokens x 262,144 scores are 2.1 GB
 
 
 def qwen3_0p6b(config: ConfigDict) -> None:
@@ -70,7 +70,7 @@ def gemma3_1b(config: ConfigDict) -> None:
     """
     config.model.source = "google/gemma-3-1b-it"
     _adapters(config)
-    config.rollout.logits_chunk = 16
+    config.updates.logits_chunk = 16
 
 
 def _adapters(config: ConfigDict) -> None:

@@ -208,7 +208,7 @@ def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
     tokenizer.save(tmp_path / "model")
     changes = {
         "model.source": str(tmp_path / "model"), "tokenizer.source": "", "train.steps": 3,
-        "rollout.accept": "block", "rollout.logits_chunk": 4, "log.rollouts": 1.0,
+        "rollout.accept": "block", "updates.logits_chunk": 4, "log.rollouts": 1.0,
         "updates.learning_rate": 0.0,  # the policy stays
     }  # fmt: skip
     with jax.set_mesh(make_mesh(1, 1, 1)):

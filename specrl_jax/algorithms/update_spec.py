@@ -98,7 +98,7 @@ def make_update_spec(
         loss=LossConfig(**loss),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
-        logits_chunk=config.rollout.logits_chunk,
+        logits_chunk=config.updates.logits_chunk,
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,

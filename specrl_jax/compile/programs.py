@@ -228,8 +228,8 @@ def compile_all(
 _ROWS = "rollout.max_rows"
 # Fields to lower where a program does not fit, by its first word; else `_ROWS`.
 FIELDS = {
-    "update": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
-    "log-probs": "updates.micro_batch_size (accelerators; 0: no bound) or rollout.logits_chunk",
+    "update": "updates.micro_batch_size (accelerators; 0: no bound) or updates.logits_chunk",
+    "log-probs": "updates.micro_batch_size (accelerators; 0: no bound) or updates.logits_chunk",
     "values": "updates.micro_batch_size (accelerators; 0: no bound)",
     "evaluation:": f"evaluate.batch_size or {_ROWS}",
 }

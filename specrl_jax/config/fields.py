@@ -290,7 +290,6 @@ FIELDS: dict[str, Field] = {
     "rollout.adaptive": _row(SWITCH, WIDE, idle=False),
     "rollout.row_buckets": _row(integer(1, 32, "each is half of the last")),
     "rollout.max_rows": _row(integer()),
-    "rollout.logits_chunk": _row(integer(1)),
     "rollout.store_prompts": _row(integer(), STORED, idle=0),
     "rollout.store_age": _row(integer(), STORED, idle=0),
     "rollout.staleness": _row(integer(0, 64, "each is a batch that waits")),
@@ -353,6 +352,7 @@ FIELDS: dict[str, Field] = {
     "curriculum.floor": _row(SWITCH, EASY_TO_HARD, GAUSSIAN),
     "updates.mini_batch_size": _row(integer(1), may_change=ORIGIN),
     "updates.micro_batch_size": _row(integer(), may_change=ORIGIN),
+    "updates.logits_chunk": _row(integer(1), may_change=ORIGIN),
     "updates.packing": _row(one_of("packing:PACKINGS"), may_change=ORIGIN),
     "updates.skip_no_signal": _row(
         SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=ORIGIN

@@ -69,10 +69,10 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
 
     def trained(sequences: int, length: int, fields: str) -> list[Part]:
         activations = itemsize * model.num_layers * width * sequences * length
-        logits = 4 * sequences * min(rollout.logits_chunk, length) * model.vocab_size
+        logits = 4 * sequences * min(updates.logits_chunk, length) * model.vocab_size
         return [
             Part("activations", f"{fields} {row_fields}".strip(), activations),
-            Part("logits", f"{fields} rollout.logits_chunk".strip(), logits),
+            Part("logits", f"{fields} updates.logits_chunk".strip(), logits),
         ]
 
     rows = rollout.prompts_per_step * rollout.group_size

@@ -90,7 +90,7 @@ def test_the_update_takes_its_fields_from_the_config():
     }  # fmt: skip
     assert dataclasses.asdict(update_spec.loss) == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
-    assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.rollout.logits_chunk)
+    assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.updates.logits_chunk)
     assert update_spec.micro_batch_size == config.updates.micro_batch_size
 
 

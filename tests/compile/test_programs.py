@@ -102,7 +102,7 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
         (
             {"rollout.max_rows": 32},
             "update",
-            r"updates.micro_batch_size \(.*no bound\) or rollout.logits_chunk",
+            r"updates.micro_batch_size \(.*no bound\) or updates.logits_chunk",
         ),
     ],
 )
