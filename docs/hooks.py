@@ -125,8 +125,8 @@ def metrics_page() -> str:
     ]
     for group in dict.fromkeys(name.partition("/")[0] for name in METRICS):
         rows = [
-            (f"`{name}`", _text(metric.meaning), _text(metric.unit))
-            for name, metric in METRICS.items()
+            (f"`{name}`", _text(meaning), _text(unit))
+            for name, (meaning, unit) in METRICS.items()
             if name.startswith(f"{group}/")
         ]
         parts += [f"## {group}", _table(("metric", "meaning", "unit"), rows)]

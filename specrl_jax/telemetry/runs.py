@@ -343,8 +343,7 @@ _LEGEND = (
 )
 _LOOK_AT = (
     "Read responses in report.html: are they cut, does the reward function fail\n"
-    "(reward_failures.jsonl), or are the problems too hard or too easy?\n"
-    "See docs/hyperparameters.md."
+    "(reward_failures.jsonl), are problems too hard or too easy? See docs/hyperparameters.md."
 )
 
 
