@@ -97,9 +97,16 @@ def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path
     assert "finished at step 10 of 8, nothing to do" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_is_deleted_costs_its_steps_and_nothing_else(finished, tmp_path, mesh):
-    """Without the last one of a finished run it goes on from 6."""
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_path, mesh):
+    """The last one of a finished run has one flipped bit. Without it the run goes on from 6."""
     workdir = shutil.copytree(finished, tmp_path / "run")
+    data = workdir / "checkpoints" / "8" / "arrays" / "d"
+    path = max(data.iterdir(), key=lambda x: x.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoints/8 is damaged: .*; delete .* to step 6$"):
+        loop.train(small_config(LONG), workdir)
     shutil.rmtree(workdir / "checkpoints" / "8")
     loop.train(small_config(LONG), workdir)
     assert_same_run(workdir, finished, 8)

@@ -1,7 +1,7 @@
 """Functions with which `get_hyper(hyper)` of a configuration file builds a sweep.
 
 A sweep is a list of overrides {FIELD: value}; each of them is a case of launch/sweep.py. The
-functions have names that users of ml_collections know. Values may be text as in a flag ("e^0.5").
+functions are those that users of ml_collections know. Values may be text as in a flag ("e^0.5").
 
     def get_hyper(hyper):
         return hyper.product([
@@ -22,17 +22,26 @@ def sweep(name: str, values: Iterable[Any]) -> Sweep:
     return [{name: value} for value in values]
 
 
-def fixed(name: str, value: Any) -> Sweep:
-    """Return one field's value."""
-    return [{name: value}]
+def fixed(name: str, value: Any, length: int = 1) -> Sweep:
+    """Return one field's value, `length` times."""
+    return [{name: value}] * length
 
 
-def product(sweeps: Sequence[Sweep]) -> Sweep:
-    """Return every combination; the last sweep varies first."""
+def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
+    """Return every combination; the last sweep varies first. name: section of all fields."""
+    prefix = f"{name}." if name else ""
     return [
-        {field: value for part in parts for field, value in part.items()}
+        {prefix + field: value for part in parts for field, value in part.items()}
         for parts in itertools.product(*sweeps)
     ]
+
+
+def zipit(sweeps: Sequence[Sweep]) -> Sweep:
+    """Return the first of every sweep together, then the second. Sweeps must have one length."""
+    lengths = list(map(len, sweeps))
+    if len(set(lengths)) > 1:
+        raise ValueError(f"hyper.zipit must get sweeps of one length, got lengths {lengths}")
+    return [{k: v for part in parts for k, v in part.items()} for parts in zip(*sweeps)]
 
 
 def chainit(sweeps: Iterable[Sweep]) -> Sweep:

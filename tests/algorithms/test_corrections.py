@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 from loss_batches import FULL, PLAIN, as_batch, make_batch, slopes
+from small_runs import records, saved, small_config
 
+from specrl_jax import train as loop
 from specrl_jax.algorithms.corrections import MASKS, binary_kl
 from specrl_jax.algorithms.losses import policy_loss, policy_metrics
 from specrl_jax.config.fields import FIELDS
@@ -74,7 +76,7 @@ def _left_out(name, bound, train, current, batch):
     return found
 
 
-@pytest.mark.parametrize("old", ["recompute", "current"])
+@pytest.mark.parametrize("old", ["rollout", "recompute", "current"])
 @pytest.mark.parametrize(("name", "bound"), SOME)
 def test_a_masked_token_has_no_gradient_and_counts_in_the_mean(name, bound, old):
     """Gradients of all others are those without masks, as the denominator is the same."""
@@ -145,3 +147,25 @@ def test_weights_have_the_ratio_that_the_objective_lacks(old, expected):
         _, sums = policy_loss(rollout + np.log(factors), np.zeros((1, 2)), batch, config)
         assert sums["importance_mean"] == pytest.approx(np.minimum(expected, cap).sum(), rel=1e-5)
         assert sums["importance_capped"] == np.sum(np.array(expected) > cap)
+
+
+def test_current_log_probs_make_the_run_of_recomputed_ones(mesh, tmp_path):
+    """One update a step: both have ratio 1 up to rounding, so the weights agree."""
+    policies = {}
+    for old in ("recompute", "current"):
+        changes = {
+            "reward.name": "small_runs:score_first_letter", "reward.extract": "",
+            "rollout.draft": "none", "train.steps": 2, "updates.old_logprobs": old,
+            "updates.mini_batch_size": 32, "algorithm.importance_cap": 2.0,
+        }  # fmt: skip
+        loop.train(small_config(changes), tmp_path / old)
+        steps = records(tmp_path / old)[1:]
+        assert [r["policy/clip_fraction"] for r in steps] == [0, 0]
+        assert steps[0]["policy/importance_mean"] == pytest.approx(1, abs=1e-4)
+        assert steps[0]["policy/rollout_train_logprob_gap"] < 1e-4
+        policies[old] = {
+            name: x for name, x in saved(tmp_path / old, 2).items() if "train.params" in name
+        }
+    assert [r["policy/ratio_mean"] for r in records(tmp_path / "current")[1:]] == [1, 1]
+    for name, value in policies["recompute"].items():
+        np.testing.assert_allclose(policies["current"][name], value, rtol=1e-3, atol=1e-5)

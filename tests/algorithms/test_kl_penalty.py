@@ -15,6 +15,8 @@ from loss_batches import PLAIN, as_batch
 
 from specrl_jax.algorithms.losses import KL_ESTIMATORS, kl_penalty, policy_loss
 
+POLICY = np.array([0.2, 0.3, 0.5])
+REFERENCE = np.array([0.7, 0.2, 0.1])
 EACH = pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 
 
@@ -68,6 +70,14 @@ def exact(policy, reference):
     with jax.enable_x64(True):
         value, gradient = _differentiate(kl, np.log(policy), reference=reference)
         return float(value), np.asarray(gradient)
+
+
+@EACH
+def test_the_gradient_by_hand(estimator):
+    """pi_y (log pi_y / ref_y - KL): KL = 0.6758, .2 (-1.2528 - .6758) = -.3857, and so on."""
+    _, gradient = slope(estimator, POLICY, REFERENCE, POLICY)
+    np.testing.assert_allclose(gradient, [-0.3857, -0.0811, 0.4668], atol=5e-5)
+    np.testing.assert_allclose(gradient, exact(POLICY, REFERENCE)[1], rtol=1e-12)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

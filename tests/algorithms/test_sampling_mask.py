@@ -222,6 +222,18 @@ def test_the_update_scores_what_the_rollout_sampled_or_kept(train):
 
 
 @pytest.mark.slow
+def test_drafts_change_nothing(train):
+    match = {"rollout.accept": "match", "rollout.noise_epochs": 2}
+    drafted = train("drafted", match)
+    plain = train("plain", {"rollout.noise_epochs": 2, "rollout.draft": "none"})
+    assert records(drafted)[-1]["rollout/reuse_fraction"] > 0
+    mine, theirs = saved(drafted, 4), saved(plain, 4)
+    np.testing.assert_array_equal(mine["store.tokens"], theirs["store.tokens"])
+    for name in (x for x in mine if x.startswith("train.params")):
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_rows_that_wait_keep_their_tokens(train, monkeypatch):
     """A run whose unfinished rows wait in its checkpoint goes on as if it had not stopped."""
     changes = {

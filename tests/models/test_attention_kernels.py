@@ -60,6 +60,7 @@ def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
 @pytest.mark.parametrize(
     ("programs", "dtype", "error", "window", "softcap"),
     [
+        (1, "float32", 1e-5, None, 0.0),
         (512, "float32", 1e-5, None, 0.0),
         (1, "float32", 1e-5, 9, 1.5),
         (512, "float32", 1e-5, 70, 0.0),

@@ -87,7 +87,12 @@ def test_hyper_builds_sweeps():
     ab, cd = hyper.sweep("a", [1, 2]), hyper.sweep("b.c", ["x", "y"])
     assert hyper.product([ab, cd])[1:3] == [{"a": 1, "b.c": "y"}, {"a": 2, "b.c": "x"}]
     assert hyper.product([]) == [{}]
+    assert hyper.product([ab], name="config") == [{"config.a": 1}, {"config.a": 2}]
+    assert hyper.zipit([ab, cd]) == [{"a": 1, "b.c": "x"}, {"a": 2, "b.c": "y"}]
+    assert hyper.zipit([ab, hyper.fixed("d", 3, 2)])[1] == {"a": 2, "d": 3}
     assert hyper.chainit([ab, hyper.fixed("d", 3)]) == [{"a": 1}, {"a": 2}, {"d": 3}]
+    with pytest.raises(ValueError, match=r"hyper.zipit must get sweeps of one length.*\[2, 1\]"):
+        hyper.zipit([ab, hyper.fixed("d", 3)])
 
 
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):

@@ -67,6 +67,13 @@ PAIRS = SELECTED | {"updates.select": "outer_pairs"}
 BUDGET = SELECTED | {"updates.token_budget": 20}
 
 
+def _assert_goes_on(changes, whole, parts):
+    """A run of two steps is that of two runs of one."""
+    loop.train(small_config(changes | {"train.steps": 1}), parts)
+    loop.train(small_config(changes), parts)
+    assert_same_run(parts, whole, 2)
+
+
 def test_updates_take_pairs_of_a_group_by_their_advantages(mesh, tmp_path, watched):
     loop.train(small_config(PAIRS), tmp_path / "run")
     steps = records(tmp_path / "run")[1:]
@@ -87,10 +94,7 @@ def test_updates_take_pairs_of_a_group_by_their_advantages(mesh, tmp_path, watch
         assert steps[step]["update/selected_fraction"] == share <= 1 / 2
         for rows, mask, _, _, sums in updates:
             assert sums["tokens"] == mask[rows].sum()
-    # A run of two steps is that of two runs of one.
-    loop.train(small_config(PAIRS | {"train.steps": 1}), tmp_path / "parts")
-    loop.train(small_config(PAIRS), tmp_path / "parts")
-    assert_same_run(tmp_path / "parts", tmp_path / "run", 2)
+    _assert_goes_on(PAIRS, tmp_path / "run", tmp_path / "parts")
 
 
 def test_updates_take_a_budget_of_tokens(mesh, tmp_path, watched):
@@ -105,6 +109,7 @@ def test_updates_take_a_budget_of_tokens(mesh, tmp_path, watched):
         assert record["update/budget_filled"] == 1
         for rows, mask, _, nodes, _ in updates:
             np.testing.assert_array_equal(nodes >= 0, mask[rows])
+    _assert_goes_on(BUDGET, tmp_path / "run", tmp_path / "parts")
 
 
 @pytest.mark.slow
@@ -186,7 +191,7 @@ UNSOLVED = {
 }  # fmt: skip
 
 
-def test_solutions_are_learned_where_nothing_is_right(mesh, tmp_path):
+def test_solutions_are_learned_where_nothing_is_right_and_a_resumed_run_is_the_same(mesh, tmp_path):
     changes = UNSOLVED | {"algorithm.solution_coef": 1.0, "log.rollouts": 1.0}
     loop.train(small_config(changes), tmp_path / "whole")
     steps = records(tmp_path / "whole")[1:]
@@ -194,6 +199,9 @@ def test_solutions_are_learned_where_nothing_is_right(mesh, tmp_path):
     assert [r["update/signal_fraction"] for r in steps] == [1 / 8] * 4
     losses = [r["policy/solution_nll"] for r in steps]
     assert losses[3] < losses[0] - 0.2
+    loop.train(small_config(changes | {"train.steps": 2}), tmp_path / "parts")
+    loop.train(small_config(changes), tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 4)
     # What the first step drew, stored and wrote down does not know of solutions.
     plain = UNSOLVED | {"train.steps": 1, "log.rollouts": 1.0}
     loop.train(small_config(plain), tmp_path / "plain")
