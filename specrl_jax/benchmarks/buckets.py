@@ -206,7 +206,6 @@ class SimulatedRunner:
             self.filled[shard, free] = self.prompt_len + 1
 
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
-        """Decode up to the stop condition."""
         # After left[k] steps, longest first, k rows of a shard are unfinished.
         order = -np.sort(-self.left, axis=1)
         own = order.shape[1]
@@ -224,7 +223,6 @@ class SimulatedRunner:
         return steps, [0]
 
     def compact(self, size: int) -> None:
-        """Give the unfinished rows a smaller batch."""
         order = np.argsort(self.left == 0, axis=1, kind="stable")
         order = order[:, : size // self.buckets.multiple]
         self.left = np.take_along_axis(self.left, order, axis=1)

@@ -171,7 +171,6 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine that the figures come from."""
     return runtime.machine() | {"load": round(os.getloadavg()[0], 1)}
 
 
@@ -209,7 +208,6 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def run_case(case: RolloutCase) -> TimedRollout:
-    """Run and time one rollout."""
     start = time.perf_counter()
     result = case()
     jax.block_until_ready(result.rollout)

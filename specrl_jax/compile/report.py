@@ -69,9 +69,6 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     return total
 
 
-# Text ----------------------------------------------------------------------------------------
-
-
 def to_text(rows: list[dict[str, Any]]) -> str:
     """Return a line for each program, under a line of headings."""
     lines = [_HEADINGS, *map(_cells, rows)]

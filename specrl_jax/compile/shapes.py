@@ -204,7 +204,6 @@ class AbstractRun:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """Draft store's arrays."""
         return abstract(store_shape(self.config, self.spec, self.num_prompts).empty)
 
     @functools.cached_property
@@ -331,7 +330,6 @@ UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a da
 
 
 def of_run(run: Run) -> AbstractRun:
-    """Return shapes of a run that is built."""
     return AbstractRun(
         config=run.config,
         model=run.model,

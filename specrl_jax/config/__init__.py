@@ -40,7 +40,6 @@ def validate(config: ConfigDict, given: Collection[str] = ()) -> None:
 
 
 def _require(field: str, broken: str, value: Any) -> None:
-    """Raise ValueError where a rule is broken."""
     if broken:
         text = " ".join(repr(value).split())
         shown = text if len(text) <= 200 else f"{text[:200]}.."

@@ -139,9 +139,6 @@ def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]
     return row if math.isnan(half) else row | {"ci95": half}
 
 
-# --- tasks that are not the run's held-out prompts ------------------------------------------------
-
-
 def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
     """Return the configuration of "NAME:OPTION=VALUE:..."; sort has no NAME."""
     name, *options = text.split(":") if source == REASONING_GYM else [source, *text.split(":")]

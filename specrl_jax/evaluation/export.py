@@ -216,9 +216,6 @@ def _complete(out: Path) -> Iterator[Path]:
         raise
 
 
-# --- the model card -------------------------------------------------------------------------------
-
-
 def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> str:
     """Return a command that trains with `config`, from the preset with the fewest other values."""
     fields = dict(flatten(config))

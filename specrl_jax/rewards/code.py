@@ -121,9 +121,6 @@ class _BrokenError(BaseException):
     """Process of the response has ended, wants to, or sends nonsense."""
 
 
-# The process of the response ----------------------------------------------------------------------
-
-
 class CodeProcess(contextlib.AbstractContextManager):
     """Process with a response's code, as tests and tools see it."""
 

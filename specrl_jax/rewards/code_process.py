@@ -118,7 +118,6 @@ def serve() -> NoReturn:
 
 
 def _reply(request: str, *args) -> list:
-    """Return the kind of a reply, and its parts."""
     try:
         return ["value", *REQUESTS[request](*args)]
     except NotPlainError as error:

@@ -175,7 +175,6 @@ def load_scorer(name: str, format: str = "") -> Callable[..., float]:
 
 
 def is_batched(scorer: Callable) -> bool:
-    """Return whether a function says that it takes a whole batch."""
     return bool(getattr(scorer, "batched", False))
 
 

@@ -61,7 +61,6 @@ class Rewards:
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
-        """Concatenate all parts, in order."""
         return cls(
             rewards=np.concatenate([x.rewards for x in parts]),
             failed=np.concatenate([x.failed for x in parts]),

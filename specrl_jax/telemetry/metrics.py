@@ -284,7 +284,6 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._tracker.log(step, epoch, scalars)
 
     def show(self, line: str) -> None:
-        """Show a line to the user."""
         self._console.write_line(line)
 
     def __exit__(self, *_: object) -> None:

@@ -134,6 +134,5 @@ class ReportWriter:
         self._seconds = self._written - start
 
     def close(self) -> None:
-        """Write the report a last time."""
         if self._active:
             self._write()

@@ -75,7 +75,6 @@ class Mean(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return the standard error of the mean."""
         return self.deviation / math.sqrt(self.count)
 
 

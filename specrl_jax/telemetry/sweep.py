@@ -84,7 +84,6 @@ def parse_case(text: str, config: str) -> Case:
 
 
 def parse_sweep(text: str) -> hyper.Sweep:
-    """Parse FIELD=VALUE,VALUE,..."""
     field, _, values = text.partition("=")
     values = values.split(",")
     if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):

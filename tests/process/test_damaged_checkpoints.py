@@ -131,9 +131,6 @@ def test_where_no_step_is_intact_a_new_directory_is_advised(tmp_path, mesh):
     assert _refusal(tmp_path, like).endswith("; delete that folder and give a new --workdir")
 
 
-# Checksums ----------------------------------------------------------------------------------
-
-
 def _by_hand(x: np.ndarray) -> int:
     """Compute the formula in Python's integers."""
     words = x.reshape(-1).view(f"u{x.dtype.itemsize}").tolist()

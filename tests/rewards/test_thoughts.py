@@ -78,8 +78,6 @@ def test_a_pattern_of_the_answer_that_asks_for_a_tag(extract):
     assert ThoughtTags.parse("", extract) == ThoughtTags()
 
 
-# --- rewards --------------------------------------------------------------------------------------
-
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 BOXED = r"<think>Perhaps \boxed{3}. No, 2+2 is 4.</think>" + "\nThe answer is 4."
 CODE = "```python\ndef f(): return {}\n```\n"

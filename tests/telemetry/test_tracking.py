@@ -122,9 +122,6 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
         tracking.check_installed("tensorboard")
 
 
-# The libraries themselves ---------------------------------------------------------------------
-
-
 def test_wandb_offline_writes_all(tmp_path):
     """The metrics, the table and the report are in the run's file."""
     pytest.importorskip("wandb")
