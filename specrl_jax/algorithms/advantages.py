@@ -274,7 +274,7 @@ def whiten(advantages: Array, mask: Array) -> Array:
 
 
 def _by_group(compare: Callable[[Array, AdvantageConfig], Array]) -> Callable[..., Estimate]:
-    """Estimate by `compare(rewards, config)`, the same for all tokens of a response."""
+    """Return the estimate by `compare(rewards, config)`, the same for all tokens of a response."""
     return lambda rewards, batch, config: _for_all_tokens(compare(_whole(rewards), config), batch)
 
 

@@ -122,14 +122,14 @@ def _compare_tokens(beyond: Callable) -> Mask:
 
 
 def _compare_rows(beyond: Callable) -> Mask:
-    """Return the mask of rows whose mean of log r is."""
+    """Return the mask of rows whose mean of log r is beyond log bound."""
     return lambda policies, _, mask, bound: beyond(
         _row_mean(policies.log_ratio, mask), math.log(bound)
     )
 
 
 def _find_outliers(beyond: Callable) -> Mask:
-    """Return the mask of rows with a token whose log r is."""
+    """Return the mask of rows with a token whose log r is beyond log bound."""
     return lambda policies, _, mask, bound: jnp.any(
         beyond(policies.log_ratio, math.log(bound)) & mask, axis=-1, keepdims=True
     )

@@ -207,8 +207,10 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _views(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return each tensor's part of our arrays, axes in the file's order, by name; its shape in the
-    file may join axes."""
+    """Return each tensor's part of our arrays, axes in the file's order, by name.
+
+    A tensor's shape in the file may join axes.
+    """
     return {
         file_name: parameter.in_file_order(leaves[leaf][at])
         for file_name, parameter, leaf, at in _in_file(config)

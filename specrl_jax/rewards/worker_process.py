@@ -90,7 +90,7 @@ def load(name: str, extract: str, format: str) -> Loaded:
         if pattern and response is not None:
             last = collections.deque(pattern.finditer(response[-MAX_SEARCH:]), maxlen=1)
             answer_part = last[0][1] if last else None
-            response = answer_part and answer_part.strip()
+            response = None if answer_part is None else answer_part.strip()
         if response is None:
             return Result()
         reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
