@@ -52,7 +52,7 @@ class RunAhead(StatePart):
         """Return what was begun for `prompts`; `previous`, or length 0, where nothing was."""
         return _over(self.drafts, previous, np.bool_(self._is_of(prompts)))
 
-    def sources(self, prompts: Prompts) -> tuple[Array, Array]:
+    def history(self, prompts: Prompts) -> DraftHistory:
         """Return what was begun for `prompts`, for tree drafts, whole on every device.
 
         tokens [Q, 1, G, R], lens [Q, 1, G]: 0 where it was begun for others.

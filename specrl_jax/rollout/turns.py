@@ -40,9 +40,9 @@ class EpisodeRollout:
         """Begin an episode in each row; arguments as of `generate`. Drafts are whole episodes."""
         self.spec = spec
         self.noise = noise
-        self.episodes = carry_over.drafts
-        if self.episodes is not None:
-            first = turn_drafts(self.episodes, None, None, spec.eos_ids, spec.stop)
+        self.draft_episodes = carry_over.drafts
+        if self.draft_episodes is not None:
+            first = turn_drafts(self.draft_episodes, None, None, spec.eos_ids, spec.stop)
             carry_over = dataclasses.replace(carry_over, drafts=first)
         self.runner = start_runner(spec, weights, prompts, noise, carry_over)
         self.scheduler = Scheduler(self.runner, speculation)
@@ -77,7 +77,7 @@ class EpisodeRollout:
             put(answered, "batch"),
         )
         requests = dataclasses.replace(runner.requests, begun_lens=lens + counts)
-        if self.episodes is not None:
+        if self.draft_episodes is not None:
             requests = self._with_drafts(requests, answered)
         self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
 
@@ -85,7 +85,7 @@ class EpisodeRollout:
         """Return the requests with drafts of the turns that follow, in the rows marked [B]."""
         spec = self.spec
         rows = self.runner.all_rows
-        new = turn_drafts(self.episodes, rows, rows.done, spec.eos_ids, spec.stop)
+        new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)
         lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
         drafts = dataclasses.replace(requests.drafts, lens=lens)
         ends, cut_ends = hosts.fetch(cut_drafts(spec, rows, lens))
@@ -102,7 +102,7 @@ class EpisodeRollout:
         requests = self.runner.requests
         step = np.int32(self.noise.step)
         return RolloutResult(
-            read_rollout(self.spec, self.runner.all_rows, self.episodes, None, step),
+            read_rollout(self.spec, self.runner.all_rows, self.draft_episodes, None, step),
             self.runner.stats,
             groups=np.arange(len(requests.prompts.lens)),
             noise_steps=requests.noise_steps,

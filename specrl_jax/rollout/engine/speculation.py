@@ -156,7 +156,7 @@ def time_steps(runner: Runner) -> dict[tuple[int, int], float]:
     )
     stop = runner.stop_condition(max_steps=TIMED_STEPS, max_unfinished=-1, max_left=-1)
     seconds = {}
-    for size in runner.buckets.rows:
+    for size in runner.buckets.sizes:
         if size < runner.size:
             runner.compact(size)
         for width in runner.buckets.widths:
