@@ -1,8 +1,8 @@
 """Rollout of episodes: rows that take turns with an environment.
 
-`run` ends once enough rows have ended their turn, and `go_on` appends what was answered to them. A
+`run` ends once enough rows have ended their turn, and `go_on` appends the environment's answers. A
 row keeps its slot and its keys meanwhile, so that every token of an episode is computed once. Noise
-is keyed by a token's position in the row: who waits for whom changes no token.
+is keyed by a token's position in the row: the order of turns and answers changes no token.
 """
 
 import dataclasses
@@ -48,18 +48,18 @@ class EpisodeRollout:
         self.scheduler = Scheduler(self.runner, speculation)
 
     def run(self, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Run until no more than a share, [0, 1), of the rows that run are within their turn.
+        """Run until at most a share, [0, 1), of the running rows are within their turn.
 
-        Returns tokens int32 [B, R], lens int32 [B], and bool [B] whether a row's turn has ended.
+        Returns tokens int32 [B, R], lens int32 [B], and bool [B], rows whose turn has ended.
         """
         rows = self.scheduler.run_turns(share)
         tokens, lens, ended = hosts.fetch((rows.tokens, rows.lens, rows.done))
         return tokens[:, : self.spec.response_slots], lens, ended
 
     def go_on(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
-        """Append the answers, token ids by row, and let these rows go on.
+        """Append the answers, token ids by row, and let the answered rows go on.
 
-        over: bool [B], rows that have no more turns. Other rows that have ended theirs wait.
+        over: bool [B], rows that have no more turns. All other rows that ended their turn wait.
         """
         runner = self.runner
         lens = hosts.fetch(runner.all_rows.lens)
@@ -82,7 +82,7 @@ class EpisodeRollout:
         self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
 
     def _with_drafts(self, requests: Requests, answered: np.ndarray) -> Requests:
-        """Return the requests with drafts of the turns that follow, in the rows marked [B]."""
+        """Return the requests; rows `answered` bool [B] get the drafts of their next turn."""
         spec = self.spec
         rows = self.runner.all_rows
         new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)

@@ -211,7 +211,7 @@ class DraftStore(StatePart):
         return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")
 
     def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return slots int32 [Q] for the prompts, and bool [Q] marking those that are new to them."""
+        """Return slots int32 [Q] for the prompts, and bool [Q], slots that were not theirs."""
         if len(set(names)) < len(names):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
         # Remove the batch's own prompts first: they must not give up their slots.
@@ -232,7 +232,7 @@ class DraftStore(StatePart):
 
 @functools.partial(jax.jit, static_argnames="age")
 def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts:
-    """Return drafts [Q * G] of generation `age`, 1 the newest; zeros for responses that are too old.
+    """Return drafts [Q * G] of generation `age`, 1 the newest; zeros for too old responses.
 
     slots: int32 [Q], of the prompts. oldest: int32 [Q], the earliest step whose responses are
     drafts.

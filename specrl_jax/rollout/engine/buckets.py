@@ -18,7 +18,7 @@ from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.sharding import chunk_tokens, platform
 
 COLUMNS = 32  # draft tokens of a row that are decided together
-# Tokens of a row that are fed at once where it goes on in its slot.
+# Tokens of a row that `feed` computes at once.
 FEED_COLUMNS = {"cpu": 4}
 FEED_COLUMNS_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
@@ -95,7 +95,7 @@ class Buckets:
 
     @property
     def feed_columns(self) -> int:
-        """Tokens of a row that are fed at once where it goes on in its slot."""
+        """Tokens of a row that `feed` computes at once."""
         columns = FEED_COLUMNS.get(platform(), FEED_COLUMNS_ELSEWHERE)
         return min(columns, self.response_slots)
 
@@ -107,6 +107,6 @@ class Buckets:
         itemsize = jnp.dtype(model.dtype).itemsize
         cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
-        # Twice the rows that chunks of the longest rows hold: most blocks are full then.
+        # A chunk of the longest rows holds half as many rows: most blocks are full then.
         few = 4 * self.chunk_sequences
         return min(max(fits, 1), few, self.sizes[0] // self.multiple)

@@ -96,7 +96,8 @@ def decode_steps(
     the draft tokens of a step.
 
     Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: row steps
-    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted; and what `count_unfinished` returns.
+    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted; and what
+    `count_unfinished` returns.
     """
 
     def goes_on(state: tuple) -> Array:
@@ -193,9 +194,9 @@ def append(
 ) -> tuple[Rows, Array]:
     """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
 
-    new: [b, T]; each row gets the first `from_draft` + 1 of its columns. from_draft: int32 [b], draft
-    tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens each
-    got, int32 [b].
+    new: [b, T]; each row gets the first `from_draft` + 1 of its columns. from_draft: int32 [b],
+    draft tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens
+    each got, int32 [b].
     """
     width = new.tokens.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]

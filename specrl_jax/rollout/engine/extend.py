@@ -57,7 +57,7 @@ class Prefixes(NamedTuple):
     first_row: np.ndarray  # [X, M + 1], where each chunk's rows begin in `row_ids`
     row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
-    nodes: np.ndarray  # [X, n, S], slot of each token in its chunk's [m / X · T], -1 after them
+    nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
 
     def on_mesh(self) -> "Prefixes":
         """Return them laid out over the mesh: every shard of the batch has its own."""
@@ -112,7 +112,7 @@ def pack_prefixes(
             nodes[shard, position, : len(path)] = path
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
-    # Zeros after the chunks that hold tokens: memory that nobody writes costs next to nothing.
+    # The chunks without tokens stay zeros: memory that nobody writes costs next to nothing.
     shape = (chunks, len(row_ids) * sequences, length)
     whole = Sequences(*(np.zeros(shape, np.int32) for _ in Sequences._fields))
     for shard, part in enumerate(parts):
@@ -131,12 +131,12 @@ def pack_prefixes(
 
 
 class RowBlock(NamedTuple):
-    """Rows of every shard that are decided together, int32."""
+    """Rows of every shard whose drafts are decided together; int32."""
 
     row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
-    batch_slots: Array  # [b], where they begin; outside the batch: none
+    batch_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
     draft_ends: Array  # [b]
-    nodes: Array  # [b, S]
+    nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `Prefixes`
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
@@ -152,13 +152,14 @@ def extend(
     prefixes: Prefixes,
     stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """Return the running batch with the rows of `prefixes` in free slots of it.
+    """Return the running batch with the rows of `prefixes` in its free slots.
 
-    all_rows: [B], of which some begin, with what they hold. drafts: [B], for the acceptance rule to
-    verify; a draft begins with what its row holds. None: the run has none. log_lenience: nats.
+    all_rows: [B], with the tokens that they hold; those of `prefixes` begin. drafts: [B], for the
+    acceptance rule to verify; a draft begins with what its row holds. None: the run has no drafts.
+    log_lenience: nats.
 
-    Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
-    accepted, and what `decode.count_unfinished` returns.
+    Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
+    `decode.count_unfinished` returns.
     """
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
@@ -193,14 +194,14 @@ def extend(
 
 
 def _free_slots(done: Array, index: Array) -> Array:
-    """int32 [b], all slots: those without a row first, then those of rows that are done."""
+    """Return all slots, int32 [b]: first those without a row, then those of finished rows."""
     return jnp.argsort(slot_ranks(done, index), stable=True, descending=True)
 
 
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
-    """Take the rows of block `number` of a chunk, `size` of each shard.
+    """Return block `number` of a chunk's rows, `size` of each shard.
 
     free: int32 [b], by `_free_slots`.
     """
@@ -244,8 +245,8 @@ def begin_rows(
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
 
-    hidden: [m, T, D], of which `block.nodes` are the rows' own. Returns the rows and int32 [2], as
-    `extend` counts.
+    hidden: [m, T, D]; `block.nodes` are the rows' slots in it. columns: draft tokens of a row that
+    are checked together. Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
     rows = gather(all_rows, block.row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
@@ -289,7 +290,7 @@ def begin_rows(
 
 
 def _take_drafts(drafts: Drafts, index: Array, lens: Array, width: int) -> TokenColumns:
-    """Take the drafts [b, `width`] of rows `index`, from token `lens` [b] on; zeros after them."""
+    """Return the drafts [b, `width`] of rows `index` from token `lens` [b] on, then zeros."""
     stored = TokenColumns(
         drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
     )

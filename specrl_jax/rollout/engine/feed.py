@@ -1,7 +1,7 @@
 """`feed` lets rows go on in the slots of the running batch that they already have.
 
 A row whose turn has ended keeps its slot and its keys. `feed` computes the environment's answer and
-the draft of the next turn, a window of a few tokens at a time, with attention to the row's own keys.
+the draft of the next turn, a window of a few tokens at a time, and attends to the row's own keys.
 So every token of an episode is computed once. Then the row begins as in `extend` (`begin_rows`).
 
     slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
@@ -53,7 +53,7 @@ class Fed(NamedTuple):
 def pack_fed(
     buckets: Buckets,
     shard_rows: int,
-    rows: np.ndarray,
+    row_ids: np.ndarray,
     slots: np.ndarray,
     starts: np.ndarray,
     lens: np.ndarray,
@@ -61,7 +61,7 @@ def pack_fed(
 ) -> Fed:
     """Pack the rows that go on.
 
-    shard_rows: rows of the rollout on each shard. rows: int [k], among all rows. slots, starts,
+    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. slots, starts,
     draft_ends: int [k], as in `Fed`. lens: int32 [k], response tokens that the rows have now.
     """
     block = buckets.block_rows
@@ -78,9 +78,9 @@ def pack_fed(
     counts = np.maximum(lens, draft_ends) - starts
     order = np.argsort(-counts, kind="stable")
     for shard in range(buckets.multiple):
-        own = order[rows[order] // shard_rows == shard]
+        own = order[row_ids[order] // shard_rows == shard]
         here = (shard, slice(0, len(own)))
-        fed.row_ids[here] = rows[own] % shard_rows
+        fed.row_ids[here] = row_ids[own] % shard_rows
         fed.slots[here] = slots[own]
         fed.starts[here] = starts[own]
         fed.draft_ends[here] = draft_ends[own]

@@ -58,8 +58,7 @@ class Requests:
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
     history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    # Groups after whose end the rollout may end; 0: all.
-    stop_after_groups: int = 0
+    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
 
     @property
     def group_size(self) -> int:
@@ -75,10 +74,10 @@ class Requests:
     def shard_train_rows(self) -> int:
         return self.num_train_rows // shards("batch")
 
-    def trained(self, rows: np.ndarray) -> np.ndarray:
-        """Mark those of `rows` int [n] that are to train on, bool [n]; padding is not."""
-        inside = (rows >= 0) & (rows < len(self.done))
-        return inside & (rows % self.shard_rows < self.shard_train_rows)
+    def trained(self, row_ids: np.ndarray) -> np.ndarray:
+        """Mark those of the rows int [n] that are to train on, bool [n]; padding is not."""
+        inside = (row_ids >= 0) & (row_ids < len(self.done))
+        return inside & (row_ids % self.shard_rows < self.shard_train_rows)
 
 
 @dataclasses.dataclass
@@ -198,21 +197,21 @@ class Runner:
         slots[index[inside]] = inside
         return slots
 
-    def feed(self, rows: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
-        """Let rows int [k] go on in their slots int [k].
+    def feed(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Let rows go on in their slots. row_ids, slots: int [k].
 
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
         requests = self.requests
-        self.unfinished_at_write_back = self.unfinished_all.sum() + len(rows)
+        self.unfinished_at_write_back = self.unfinished_all.sum() + len(row_ids)
         fed = pack_fed(
             self.buckets,
             requests.shard_rows,
-            rows,
+            row_ids,
             slots % (self.size // self.buckets.multiple),
             starts,
-            requests.begun_lens[rows],
-            requests.draft_ends[rows],
+            requests.begun_lens[row_ids],
+            requests.draft_ends[row_ids],
         )
         self._bring_up_to_date(feed, fed)
         fed_at_once = self.buckets.block_rows * self.buckets.multiple * self.buckets.feed_columns

@@ -184,7 +184,7 @@ def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
     rows = np.arange(len(requests.done))
     first = requests.begin_first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group)
-    # Rows with drafts of like length begin together. A group stays together: it shares a prompt.
+    # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
     longest = np.repeat(requests.draft_ends.reshape(-1, group).max(axis=1), group)
     order = np.lexsort((rows, -longest, late, requests.begun_lens == 0))
     order = order[~requests.done[order] & (requests.trained(order) == trained)]
