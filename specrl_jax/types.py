@@ -183,12 +183,12 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialRows:
-    """Tokens and state of B rows that are begun."""
+    """Tokens and state of B rows that have begun."""
 
-    rollout: Rollout  # their responses so far
+    rollout: Rollout  # the responses so far
     done: Array  # bool [B]
-    # int32 [B]: draft tokens that a row had when it began. Of a row that is not done and rejected
-    # none, those that it accepted.
+    # int32 [B], tokens of the row's draft; if the row is unfinished and nothing was rejected yet,
+    # only the accepted ones.
     draft_lens: Array
 
 

@@ -183,7 +183,7 @@ class SimulatedRunner:
         self.prompt_len = prompt_len
         self.buckets = buckets
         self.requests = requests
-        self.size = buckets.rows[0]
+        self.size = buckets.sizes[0]
         shape = (buckets.multiple, self.size // buckets.multiple)
         self.left = np.zeros(shape, int)  # tokens that are still to be decoded
         self.filled = np.zeros(shape, int)  # slots that a step reads
@@ -191,11 +191,11 @@ class SimulatedRunner:
         self.seconds = 0.0
 
     @property
-    def unfinished(self) -> np.ndarray:
+    def unfinished_all(self) -> np.ndarray:
         """int [shards]."""
         return np.sum(self.left > 0, axis=1)
 
-    train = unfinished
+    unfinished_train = unfinished_all
     stop_condition = Runner.stop_condition
 
     def extend(self, row_ids: Sequence[np.ndarray]) -> None:

@@ -79,7 +79,7 @@ def fit_evaluation(spec: RolloutSpec, weights: Params, params: Params, rows: int
 def describe(run: AbstractRun, there: float) -> str:
     """Describe in a line how many rows a rollout computes at once, and what their cache takes."""
     shapes = run.training
-    at_once = shapes.buckets.rows[0]
+    at_once = shapes.buckets.sizes[0]
     own = at_once // shards("batch")
     cache = device_bytes(shapes.cache(at_once)) / 2**30
     return (

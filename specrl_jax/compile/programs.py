@@ -29,7 +29,7 @@ from specrl_jax.compile.shapes import (
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.carry_over import append_forced
-from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
+from specrl_jax.rollout.drafts.store import pick_drafts, pick_history
 from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
@@ -84,7 +84,7 @@ def _programs_of_rollouts(run: AbstractRun) -> Iterator[Program]:
         name = f"pick drafts of age {age}"
         yield _program(name, pick_drafts, *run.picked, age=age, kept=stored)
     if run.spec.draft_history:
-        yield _program("pick sources", pick_sources, *run.picked, kept=stored)
+        yield _program("pick history", pick_history, *run.picked, kept=stored)
     yield from rollout_programs(run.training)
 
 
@@ -97,7 +97,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     buckets = shapes.buckets
     stop = on_host(StopCondition.of(1, 1))
     number = jax.ShapeDtypeStruct((), np.float32)
-    most = buckets.rows[0]
+    most = buckets.sizes[0]
     yield _program(
         f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
         shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number, shapes.prefixes, stop,
@@ -106,7 +106,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     others = (shapes.all_rows, shapes.drafts)
     over = array(np.bool_, (shapes.rows,), "batch")
-    for size in buckets.rows:
+    for size in buckets.sizes:
         cache = shapes.cache(size)
         rows = shapes.batch_rows(size)
         for width in buckets.widths:
@@ -122,7 +122,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
                 kept=shapes.weights["stacked"],
             )  # fmt: skip
             yield _program(f"{prefix}release {size}", release, rows, over)
-        if smaller := buckets.rows_below(size):
+        if smaller := buckets.size_below(size):
             yield _program(f"{prefix}compact to {smaller}", compact, rows, size=smaller)
             yield _program(
                 f"{prefix}compact a layer to {smaller}", compact_layer, cache[0], rows.done,
@@ -143,7 +143,7 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(inputs))
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
-        size=shapes.buckets.rows[0], slots=shapes.buckets.slots,
+        size=shapes.buckets.sizes[0], slots=shapes.buckets.slots,
     )  # fmt: skip
     step = jax.ShapeDtypeStruct((), np.int32)
     yield _program(
@@ -269,7 +269,7 @@ def compile_run(run: AbstractRun, state: Any) -> None:
         field = FIELDS.get(largest.split()[0], _ROWS)
         if field.endswith(_ROWS):  # it may be 0
             rollout = run.evaluation if largest.startswith("evaluation:") else run.training
-            field += f", {rollout.buckets.rows[0]} now"
+            field += f", {rollout.buckets.sizes[0]} now"
         raise ValueError(
             f"{largest} needs {needs[largest] / 2**30:.3g} GiB of a device that has "
             f"{there / 2**30:.3g}; lower {field}"

@@ -1,10 +1,14 @@
 """Acceptance of draft tokens, and the distribution of the token after them.
 
-An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
-*verified prefix*; the token after it is sampled from the policy π, or from a *residual* of it.
+`match` (default) samples every token and keeps draft tokens that are equal; it reads no stored
+log-probs. `ratio` and `block` compare the policy π with π_old, the distribution that sampled the
+draft. `random` keeps a random part of the draft.
 
-A rule that emits exactly π needs more of π_old, which sampled the draft, than the draft's own
-probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one outcome z.
+A rule looks at one row's draft from left to right. The accepted tokens are the *verified prefix*.
+The token after them is sampled from π, or from a *residual* of π and π_old.
+
+`block` emits exactly π. It needs more of π_old than the probabilities of the draft tokens: the k
+likeliest tokens are kept one by one, and all *other tokens* as one outcome z.
 
     stored at one position, k = 2    7: 0.5   3: 0.3   other tokens: 0.2
     draft token 3                    π(z) / π_old(z) = π(3) / 0.3
@@ -30,10 +34,10 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class DraftTokens:
-    """Draft tokens of b rows at t positions, and what the rules read of them."""
+    """Draft tokens of b rows at t positions, and the numbers that rules compare them with."""
 
-    lens: Array  # int32 [b], tokens that count, the first ones
-    stored: TokenColumns  # [b, t], with the log-probs under π_old that are stored
+    lens: Array  # int32 [b], tokens that count: the first ones
+    stored: TokenColumns  # [b, t], with the stored log-probs under π_old
     uniforms: Array  # float32 [b, t] in (0, 1]
     log_lenience: Array  # scalar in [-inf, inf]
 
@@ -43,15 +47,15 @@ class Residual:
     """Distribution of a token after the verified prefix, ∝ (P π - π_old)_+."""
 
     top_ids: Array  # int32 [..., k], the likeliest tokens of π_old at this position
-    top_logprobs: Array  # float32 [..., k], of these under π_old
+    top_logprobs: Array  # float32 [..., k], log-probs of `top_ids` under π_old
     other_tokens: Array  # bool [...], the draft's outcome "other tokens" was accepted
     log_scale: Array  # float32 [...], log P of the verified prefix; inf: the residual is π
 
     def weigh(self, scores: Array) -> Array:
         """Return the log-weights [..., V] of the token, unnormalised.
 
-        scores: [..., V] of π, tempered and truncated. Where other tokens were accepted: π without
-        top_ids. π itself for P = inf, and where no token has any weight.
+        scores: [..., V] of π, tempered and truncated. The weights are those of π without top_ids
+        where other tokens were accepted, and of π for P = inf and where no token has any weight.
         """
         log_scale = self.log_scale
         now = logprobs_at(scores, self.top_ids)
@@ -70,33 +74,33 @@ class Residual:
 class AcceptanceRule:
     """Rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
 
-    A rule `look`s at a draft, some tokens at a time, while all of them are kept. Then it `decide`s.
-    A rule that compares each draft token's log-prob with a known number overrides
-    `accept_threshold` alone. `algorithm.importance_cap` takes rules that are exact or bring their
+    A rule `look`s at a draft, some tokens at a time, until it rejects one or the draft ends. Then
+    it `decide`s. A rule that compares each draft token's log-prob with a known number overrides
+    `accept_threshold` alone. `algorithm.importance_cap` takes rules that are exact or have an
     `importance_weight`.
     """
 
     exact = False  # responses are distributed as π, whatever the draft
-    # Every token is sampled; a draft token is kept where it is the sampled one. Such a rule reads
+    # Every token is sampled; a draft token that equals the sampled one is kept. Such a rule reads
     # no stored log-probs.
     samples_anew = False
     needs_distribution = False  # π_old's k likeliest tokens are stored at every position
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
-    # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
-    # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
+    # (log π(y) - log π_old(y), log ℓ, rejected_mass) -> weight of an accepted token y. The weights
+    # turn means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
     importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
-    # (log π(y) - log π_old(y), log ℓ) -> chance that an accepted token y is rejected at ℓ = 1, in
-    # [0, 1]; arrays [B, R], None: `log_lenience` has no meaning.
+    # (log π(y) - log π_old(y), log ℓ) -> chance in [0, 1] that an accepted token y is rejected at
+    # ℓ = 1. Arrays [B, R]; None: `log_lenience` has no meaning.
     lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
-        """Return how many draft tokens are left of each draft, int32 [B]."""
+        """Return how many tokens of each draft are verified, the first ones, int32 [B]."""
         return draft_lens
 
     def accept_threshold(
         self, uniforms: Array, draft_logprobs: Array, log_lenience: Array
     ) -> Array:
-        """Return log π(y) from which on a draft token y is accepted, float32 [b, t].
+        """Return the least log π(y) at which a draft token y is accepted, float32 [b, t].
 
         draft_logprobs: log π_old(y) [b, t]. log_lenience: scalar in [-inf, inf].
         """
@@ -105,10 +109,11 @@ class AcceptanceRule:
     def look(
         self, draft: DraftTokens, policy: TokenDistributions | OnePass
     ) -> tuple[Array, TokenColumns, Any]:
-        """Look at draft tokens, before which all were kept.
+        """Look at t draft tokens of each row; all draft tokens before them were kept.
 
-        policy: π at their t positions. Returns how many of them are kept, int32 [b]; what the row
-        gets for a token that is kept, [b, t]; and a pytree of arrays [b, t, ...] for `decide`.
+        policy: π at the t positions. Returns how many of the tokens are kept, int32 [b]; the
+        columns [b, t] that the row gets for kept tokens; and evidence for `decide`, a pytree of
+        arrays [b, t, ...].
         """
         now = policy.score(draft.stored.tokens)
         threshold = self.accept_threshold(
@@ -117,12 +122,13 @@ class AcceptanceRule:
         return count_leading(now.sampling_logprobs >= threshold, draft.lens), now, ()
 
     def decide(
-        self, draft: DraftTokens, kept: Array, now: TokenColumns, seen: Any
+        self, draft: DraftTokens, kept: Array, now: TokenColumns, evidence: Any
     ) -> tuple[Array, Residual | None]:
-        """Decide on whole drafts, each of which was looked at up to a rejection or its end.
+        """Decide on whole drafts; `look` has seen each one up to a rejection or its end.
 
-        kept: int32 [b], and now, seen: as `look` gave them, zeros where it did not. Returns how
-        many tokens are kept, int32 [b], and what the next one is sampled from, [b, 1]; None: π.
+        kept (int32 [b]), now, evidence: results of `look`, zeros at positions that it has not
+        seen. Returns how many tokens are accepted, int32 [b], and the distribution of the next
+        token, [b, 1]; None: π.
         """
         return kept, None
 
@@ -130,8 +136,9 @@ class AcceptanceRule:
 class Ratio(AcceptanceRule):
     """SPEC-RL (arXiv 2509.23232, eq. 5): u <= min(1, ℓ π(y) / π_old(y)).
 
-    With r = π / π_old it emits min(π_old, ℓ π) + d π, d = 1 - Σ min(π_old, ℓ π): as published, the
-    token after the prefix is sampled from π, not from a residual, so this is not π even at ℓ = 1.
+    As published, the token after the prefix is sampled from π, not from a residual. The rule emits
+    min(π_old, ℓ π) + d π with d = 1 - Σ min(π_old, ℓ π), which `rejected_mass` estimates. This is
+    not π even at ℓ = 1.
 
     Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
     that a token accepted in one epoch meets the same number in the next.
@@ -146,12 +153,12 @@ class Ratio(AcceptanceRule):
 
     @staticmethod
     def importance_weight(log_ratio, log_lenience, rejected_mass):
-        """Return (1 - d) max(r, 1 / ℓ): π over the accepted part of the emitted distribution."""
+        """Return (1 - d) max(π / π_old, 1 / ℓ): π over the accepted part of the emitted law."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
 
     @staticmethod
     def lenient_share(log_ratio, log_lenience):
-        """Return 1 - min(1, r) / min(1, ℓ r)."""
+        """Return 1 - min(1, r) / min(1, ℓ r), where r = π / π_old."""
         lenience = jnp.where(log_lenience > 0, log_lenience, 0.0)
         return -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenience, 0))
 
@@ -170,7 +177,7 @@ class RandomCut(AcceptanceRule):
 
     @staticmethod
     def importance_weight(log_ratio, log_lenience, rejected_mass):
-        """r = π / π_old."""
+        """Return π / π_old."""
         return jnp.exp(log_ratio)
 
 
@@ -185,13 +192,13 @@ class Block(AcceptanceRule):
         now = policy.score(draft.stored.tokens)
         return draft.lens, now, logprobs_at(policy.cut, draft.stored.top_ids)
 
-    def decide(self, draft, kept, now, seen):
+    def decide(self, draft, kept, now, evidence):
         stored = draft.stored
         kept, other_tokens, log_scale = verify_block(
             draft.uniforms,
             now.sampling_logprobs,
             stored.sampling_logprobs,
-            seen,
+            evidence,
             stored.top_logprobs,
             jnp.any(stored.tokens[..., None] == stored.top_ids, axis=-1),
             draft.lens,
@@ -203,7 +210,7 @@ class Block(AcceptanceRule):
 
 
 class Match(AcceptanceRule):
-    """Every token is sampled from π; a draft saves the steps in which it says the same."""
+    """Every token is sampled from π; a draft token that is equal saves a decode step."""
 
     exact = True
     samples_anew = True
@@ -227,8 +234,8 @@ ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
 def count_leading(accept_BW: Array, lens_B: Array) -> Array:
     """Count the leading True within each row's first `lens` entries, int32 [B]."""
     width = accept_BW.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
-    return jnp.min(jnp.where(accept_BW & (steps < lens_B[:, None]), width, steps), axis=1)
+    offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
+    return jnp.min(jnp.where(accept_BW & (offsets < lens_B[:, None]), width, offsets), axis=1)
 
 
 def verify_block(
@@ -246,12 +253,12 @@ def verify_block(
         s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
         h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
 
-    The longest prefix with u_i <= h_i is accepted, i its length and u_i the uniform of its last
-    token. The token after it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
+    The accepted prefix is the longest one with u_i <= h_i; i is its length, u_i the uniform of its
+    last token. The token after it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
 
     uniforms: [b, T] in (0, 1]. logprobs, old_logprobs: [b, T], of the draft tokens under π and
-    π_old. top_logprobs, old_top_logprobs: [b, T, k], of the k likeliest tokens of π_old under both.
-    in_top: bool [b, T], the draft token is one of these. lens: int32 [b].
+    π_old. top_logprobs, old_top_logprobs: [b, T, k], of the k likeliest tokens of π_old, under π
+    and π_old. in_top: bool [b, T], draft tokens among these k. lens: int32 [b].
 
     Returns the length of the prefix int32 [b], `other_tokens` and `log_scale` of the `Residual`.
     """
@@ -260,10 +267,10 @@ def verify_block(
         jnp.where(in_top, logprobs, _with_others(top_logprobs)[..., -1]),
         jnp.where(in_top, old_logprobs, _with_others(old_top_logprobs)[..., -1]),
     )
-    # The token that ends the draft is an outcome still.
+    # The draft ends with its first token that is not among the k; this token is an outcome too.
     outcomes = jnp.minimum(count_leading(in_top, lens) + 1, lens)
 
-    # A prefix that may go on is decided with the distributions one column later.
+    # A prefix that is not the whole draft is decided with the distributions one column later.
     log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
     uniforms_before = jnp.pad(uniforms[:, :-1], ((0, 0), (1, 0)))
     keep = uniforms_before <= _keep_prob(log_p_before, top_logprobs, old_top_logprobs)
@@ -284,7 +291,7 @@ def _with_others(top_logprobs: Array) -> Array:
 
 
 def _joint_log_ratio(now: Array, old: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)) over [b, T], from log P_0 = 0."""
+    """Return log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)), [b, T]; log P_0 = 0."""
     # Token by token: a difference of cumulative sums loses digits on long drafts.
     log_ratio = jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
@@ -297,7 +304,10 @@ def _joint_log_ratio(now: Array, old: Array) -> Array:
 
 
 def _keep_prob(log_p: Array, top_logprobs: Array, old_top_logprobs: Array) -> Array:
-    """h of prefixes with joint ratio P [b, T], from the distributions after them."""
+    """Return h [b, T] of prefixes with joint ratio P [b, T].
+
+    top_logprobs, old_top_logprobs: [b, T, k], of the token after the prefix.
+    """
     gain = jnp.exp(log_p[..., None] + _with_others(top_logprobs))
     gain = jnp.sum(jnp.maximum(gain - jnp.exp(_with_others(old_top_logprobs)), 0.0), axis=-1)
     total = gain - jnp.expm1(log_p)

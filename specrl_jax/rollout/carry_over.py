@@ -32,7 +32,7 @@ from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, Stat
 class RunAhead(StatePart):
     """Responses begun for the next step."""
 
-    drafts: Drafts  # [Q * G], length 0 where nothing was begun
+    drafts: Drafts  # [Q * G], length 0 for rows that were not begun
     prompt_ids: tuple[str, ...] = ()  # of the Q prompts; () before the first step
 
     @classmethod
@@ -49,13 +49,16 @@ class RunAhead(StatePart):
         return RunAhead(arrays, tuple(host))
 
     def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts:
-        """Return what was begun for `prompts`; `previous`, or length 0, where nothing was."""
+        """Return the drafts of rows that were begun for `prompts`; of other rows `previous`.
+
+        previous: [Q * G]; None: other rows have no draft.
+        """
         return _over(self.drafts, previous, np.bool_(self._is_of(prompts)))
 
-    def sources(self, prompts: Prompts) -> tuple[Array, Array]:
-        """Return what was begun for `prompts`, for tree drafts, whole on every device.
+    def history(self, prompts: Prompts) -> DraftHistory:
+        """Return the responses begun for `prompts`, on every device, for the draft source.
 
-        tokens [Q, 1, G, R], lens [Q, 1, G]: 0 where it was begun for others.
+        tokens [Q, 1, G, R]; lens [Q, 1, G], all 0 if they were begun for other prompts.
         """
         groups = (len(prompts.examples), 1, -1)
         tokens = reshard(self.drafts.tokens, None, None)
@@ -68,7 +71,7 @@ class RunAhead(StatePart):
 
 
 def as_drafts(responses: Rollout | Drafts) -> Drafts:
-    """Responses as drafts for the match rule, which reads tokens and lengths alone."""
+    """Return responses as drafts for the match rule, which reads tokens and lengths alone."""
     return Drafts(responses.tokens, responses.lens)
 
 
@@ -86,16 +89,16 @@ def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed(StatePart):
-    """Groups that are not done, between two steps."""
+    """Unfinished groups, between two steps."""
 
-    rows: PartialRows  # X * G, of which the first len(prompt_ids) groups are in use
+    rows: PartialRows  # [X * G]; the first len(prompt_ids) groups are in use
     prompt_ids: tuple[str, ...] = ()
-    # By group and sample: the step whose noise it uses to its end.
+    # By group and sample: the step whose noise the row uses to its end.
     noise_steps: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
-        """Return X * G = `rows` empty rows of `slots` response slots and the k likeliest tokens."""
+        """Return X * G = `rows` empty rows of `slots` response slots; k: likeliest tokens kept."""
         rollout = Rollout.empty(rows, slots, k)
         return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
 
@@ -112,13 +115,13 @@ class Resumed(StatePart):
 
 @jax.jit
 def without_drafts(drafts: Drafts, rows: Array) -> Drafts:
-    """Drafts [B], of length 0 in the rows marked in bool [B], on host or device."""
+    """Return drafts [B], of length 0 in the rows marked in `rows` bool [B], on host or device."""
     return dataclasses.replace(drafts, lens=jnp.where(reshard(rows, "batch"), 0, drafts.lens))
 
 
 @jax.jit
 def restore(all_rows: Rows, begun: PartialRows) -> Rows:
-    """Give the rows what they hold already."""
+    """Return all rows with the tokens and state that they hold already, [B]."""
     have = begun.rollout.lens > 0
     margin = all_rows.tokens.shape[1] - begun.rollout.tokens.shape[1]
 
@@ -142,19 +145,18 @@ def restore(all_rows: Rows, begun: PartialRows) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class CarryOver:
-    """Drafts and rows that a rollout takes up from earlier ones, and what it may leave undone."""
+    """Drafts and rows that a rollout takes up from earlier ones, and limits at which it may end."""
 
     drafts: Drafts | None = None  # [Q * G], for the acceptance rule to verify
     log_lenience: float = 0.0  # log ℓ of the rule in nats, in [-inf, inf]
-    # Stored responses of the prompts, and of the next step's after them, for the draft source.
+    # Stored responses for the draft source: of the prompts, then of the next step's prompts.
     history: DraftHistory | None = None
     next_prompts: Prompts | None = None  # of step + 1, for run-ahead
-    next_noise_steps: np.ndarray | None = None  # int [Q, G], of these; None: step + 1
-    # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
-    resumed: Resumed | None = None
-    stop_after_groups: int = 0
-    fillers: int = 0  # the last prompts that only fill the rollout's shape
-    # [Q * G]. Rows that are done stay as they are; drafts begin with what rows hold.
+    next_noise_steps: np.ndarray | None = None  # int [Q, G], of `next_prompts`; None: step + 1
+    resumed: Resumed | None = None  # unfinished groups; their prompts come first in `prompts`
+    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
+    fillers: int = 0  # prompts, the last ones, that only fill the rollout's shape
+    # [Q * G], what rows already hold, from forks. A draft begins with what its row holds.
     partial_rows: PartialRows | None = None
 
 
@@ -163,9 +165,9 @@ class CarryOver:
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
 def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
-    """Append to the rows marked in `answered` bool [B] the first `lens` [B] of `tokens` [B, O].
+    """Append the first `lens` [B] of `tokens` [B, O] to the rows marked in `answered` bool [B].
 
-    No policy drew these. The rows go on with another turn.
+    No policy drew these tokens. The rows go on with another turn.
     """
     columns = all_rows.tokens.shape[1]
     positions = jnp.arange(columns)[None, :]
@@ -198,10 +200,13 @@ def turn_drafts(
     eos_ids: tuple[int, ...],
     stop: StopStrings | None = None,
 ) -> Drafts:
-    """Drafts [B] up to the end of the turn; none where they do not begin with what a row holds.
+    """Return drafts [B], each cut at the end of the turn that its row is about to take.
 
-    A draft of n tokens for a row that holds m < n is one for n - m tokens. done: bool [B], rows
-    that have none. None: the rows hold nothing, and none is done.
+    A draft counts only if it begins with all tokens that its row holds; else its length is 0. Its
+    length includes these tokens.
+
+    holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used
+    with `holds` alone.
     """
     slots = drafts.tokens.shape[1]
     positions = jnp.arange(slots)[None, :]
@@ -224,9 +229,9 @@ def turn_drafts(
 
 @jax.jit
 def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
-    """Let rows begin with the first `lens` int32 [B] tokens of rows `parents` int32 [B].
+    """Return rows [B], each of which begins with the first tokens of its parent row.
 
-    A row that is its own parent stays as it is.
+    parents, lens: int32 [B]. A row that is its own parent stays as it is.
     """
     taken = take_rows(rollout, parents)
     own = reshard(parents == jnp.arange(len(parents)), "batch")
@@ -245,7 +250,7 @@ def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
 
 
 def take(tree, row_ids: np.ndarray, rows: int | None = None):
-    """Take rows int [n] of a pytree of [B, ...], and zeros after them, [rows or n]."""
+    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `rows` rows."""
     picks = np.full((rows or len(row_ids), 2), -1)
     picks[: len(row_ids), 0] = 0
     picks[: len(row_ids), 1] = row_ids
@@ -253,10 +258,10 @@ def take(tree, row_ids: np.ndarray, rows: int | None = None):
 
 
 def assemble(parts: Sequence, picks: np.ndarray):
-    """Put rows of several pytrees of [B, ...] together, [rows].
+    """Return a pytree of [n, ...], whose rows come from several pytrees of [B, ...].
 
-    picks: int [rows, 2], (which part, which of its rows) for each row of the result; part -1 for a
-    row of zeros, which holds no tokens.
+    picks: int [n, 2], (number of the part, row in that part) for each row of the result. Part -1
+    gives a row of zeros, which holds no tokens.
     """
     result = None
     for number, part in enumerate(parts):
@@ -268,7 +273,7 @@ def assemble(parts: Sequence, picks: np.ndarray):
 
 @jax.jit
 def _fill(result, part, index: Array, here: Array):
-    """Fill in the rows of a part where they are `here`; None: zeros elsewhere."""
+    """Write rows `index` of a part into the rows marked in `here`; result None: zeros elsewhere."""
     taken = take_rows(part, index)
     before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
     return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)

@@ -82,7 +82,7 @@ class _Groups:
 
     @property
     def limits(self) -> np.ndarray:
-        """int32 [B], where the rows stop: at the next boundary; once no row waits, at R."""
+        """Return the lengths at which rows stop, int32 [B]: the next boundary; R if none waits."""
         slots = self.spec.response_slots
         stop = slots
         if self.waiting.any():

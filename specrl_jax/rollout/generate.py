@@ -1,7 +1,7 @@
 """One rollout: prompts and drafts in, responses with their log-probs out.
 
-`generate` starts all rows, lets the scheduler bring them to their end, and reads the result. What
-one rollout leaves to the next is in `carry_over.py`.
+`generate` starts all rows, lets the scheduler bring them to their end, and reads the result.
+`carry_over.py` holds what one rollout leaves to the next.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ class RolloutResult:
 
     rollout: Rollout
     stats: Stats
-    groups: np.ndarray  # int [Q], which of the prompts that were given
+    groups: np.ndarray  # int [Q], indices of the groups among the given prompts
     noise_steps: np.ndarray  # int [Q, G], the step whose noise each row uses
     draft_lens: np.ndarray  # int32 [Q * G], draft tokens that rows had when they began
     resumed_lens: np.ndarray  # int32 [Q * G], tokens that rows held when this step began
-    resumed_tokens: int = 0  # the same in all, groups that are not done included
+    resumed_tokens: int = 0  # sum of `resumed_lens` over all groups, unfinished ones included
     run_ahead: RunAhead | None = None  # None without prompts of the next step
-    resumed: Resumed | None = None  # groups that are not done; None unless the rollout is partial
+    resumed: Resumed | None = None  # unfinished groups; None unless the rollout is partial
 
     @property
     def group_size(self) -> int:
@@ -52,7 +52,7 @@ class RolloutResult:
 
     @property
     def rows(self) -> np.ndarray:
-        """int32 [Q * G], which of the rows of all prompts these are."""
+        """Return the indices of these rows among the rows of all given prompts, int32 [Q * G]."""
         return _rows_of(self.groups, self.group_size)
 
     def metrics(self) -> dict[str, float]:
@@ -78,10 +78,10 @@ def generate(
     max_lens: np.ndarray | None = None,
     speculation: Speculation | None = None,
 ) -> RolloutResult:
-    """Roll out responses to Q prompts, G rows in a row for each.
+    """Roll out G responses to each of Q prompts, in consecutive rows.
 
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
-    next step. speculation: chooses widths; without it the widest are used.
+    next step. speculation: chooses widths of decode steps; None: all have the greatest width.
     """
     begun = _begun(spec, prompts, carry_over)
     runner = start_runner(spec, weights, prompts, noise, carry_over, begun, max_lens)
@@ -110,7 +110,7 @@ def time_decoding(
     noise: NoiseKey,
     carry_over: CarryOver,
 ) -> dict[tuple[int, int], float]:
-    """Time a decode step of such a rollout, in seconds by rows and width."""
+    """Time a decode step of such a rollout; return seconds by (rows, width)."""
     begun = _begun(spec, prompts, carry_over)
     return time_steps(start_runner(spec, weights, prompts, noise, carry_over, begun))
 
@@ -119,7 +119,7 @@ def time_decoding(
 
 
 def _begun(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
-    """Return what the rows hold already, [Q * G]."""
+    """Return the tokens and state that rows hold already, [Q * G]; None: they hold nothing."""
     if carry_over.resumed is None:
         return carry_over.partial_rows
     row_ids = np.arange(len(carry_over.resumed.prompt_ids) * spec.group_size)
@@ -135,7 +135,7 @@ def start_runner(
     begun: PartialRows | None = None,
     max_lens: np.ndarray | None = None,
 ) -> Runner:
-    """Return the rows as they begin."""
+    """Return the runner of a rollout, before any row has begun."""
     order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise, carry_over, begun, order)
     all_rows = start_all_rows(spec, requests.prompts, noise, requests.noise_steps, max_lens)
@@ -152,9 +152,10 @@ def start_runner(
 
 
 def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
-    """Order the groups, int [Q]: on each shard those to train on, then those of the next step.
+    """Return the order of the groups, int [Q]: on each shard first those to train on, then those of
+    the next step.
 
-    Raises ValueError where the shards would not have as many groups each.
+    Raises ValueError if the shards would not have equally many groups.
     """
     groups = [np.arange(len(prompts.lens))]
     if next_prompts is not None:
@@ -177,7 +178,7 @@ def _requests(
     begun: PartialRows | None,
     order: np.ndarray,
 ) -> Requests:
-    """Return the requests for all rows in their order; no draft is looked at yet."""
+    """Return the requests for all rows, in `order`; `draft_ends` are still 0."""
     group = spec.group_size
     num_train_rows = len(prompts.lens) * group
     noise_steps = _noise_steps(spec, prompts, noise, carry_over)[order]
@@ -211,7 +212,7 @@ def _requests(
 def _noise_steps(
     spec: RolloutSpec, prompts: Prompts, noise: NoiseKey, carry_over: CarryOver
 ) -> np.ndarray:
-    """int [Q, G], the step whose noise each row uses; prompts of the next step come last."""
+    """Return the step whose noise each row uses, int [Q, G]; prompts of the next step come last."""
     noise_steps = np.full((len(prompts.lens), spec.group_size), noise.step)
     if noise.noise_steps is not None:
         noise_steps = noise.noise_steps.copy()
@@ -228,7 +229,7 @@ def _noise_steps(
 def _ordered_drafts(
     carry_over: CarryOver, begun_lens: np.ndarray, group: int, order: np.ndarray
 ) -> Drafts | None:
-    """Return drafts of all rows, in their order; resumed groups that hold tokens have none."""
+    """Return drafts of all rows, in `order`; resumed groups that hold tokens have none."""
     drafts = carry_over.drafts
     if drafts is None:
         return None
@@ -243,7 +244,7 @@ def _ordered_drafts(
 
 
 def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory | None:
-    """Return the stored responses of all prompts, in their order."""
+    """Return the stored responses of all prompts, in `order`."""
     history = carry_over.history
     if history is None or carry_over.next_prompts is None or shards("batch") == 1:
         return history
@@ -257,7 +258,7 @@ def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory |
 def _without_next_step(
     result: RolloutResult, prompts: Prompts, next_prompts: Prompts
 ) -> RolloutResult:
-    """Return the train rows; those of the next step's prompts as drafts."""
+    """Return the result of the rows to train on; rows of the next step become `run_ahead`."""
     num_train = len(prompts.lens)
     group = result.group_size
     positions = np.argsort(_order(prompts, next_prompts))
@@ -278,10 +279,10 @@ def _without_next_step(
 def _without_unfinished(
     result: RolloutResult, prompts: Prompts, carry_over: CarryOver, done: np.ndarray
 ) -> RolloutResult:
-    """Return the first groups that are done; all others are resumed in the next step."""
+    """Return the result of the first groups that are done; all others become `resumed`."""
     group = result.group_size
-    # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
-    # that have not begun get theirs again.
+    # An unfinished row that rejected nothing so far loses the rest of its draft: nothing more of it
+    # counts as rejected. A row that has not begun gets its draft again.
     lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
     draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
     finished = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
@@ -306,5 +307,5 @@ def _without_unfinished(
 
 
 def _rows_of(groups: np.ndarray, group: int) -> np.ndarray:
-    """int32 [groups * G], the rows of groups."""
+    """Return the rows of groups int [n], int32 [n * G]."""
     return (groups[:, None] * group + np.arange(group)).reshape(-1).astype(np.int32)

@@ -1,10 +1,10 @@
 """Exact reuse: which noise the samples of a prompt use at each visit.
 
-A token is the argmax of perturbed scores, with noise keyed by a step, the prompt, the sample and
+A token is the argmax of perturbed scores. The noise is keyed by a step, the prompt, the sample and
 the position. A sample that keeps its noise for several visits draws mostly the same tokens, as the
 policy moves little in between: after the same text P(the next token differs) <= 2 TV / (1 + TV)
-where one race decides (Gumbel coupling, arXiv 2408.07978). Its last response is then a draft that
-holds, and verifying it with the match rule changes no token.
+where one race decides (Gumbel coupling, arXiv 2408.07978). So most of the sample's last response is
+accepted as a draft. The match rule, which verifies it, changes no token.
 
 In: the prompts of a rollout, later their rewards. Out: the step whose noise each sample uses.
 """
@@ -30,11 +30,11 @@ class KeptNoise(StatePart):
     With a refreshed share s noise is kept for at most 1 / s visits, whatever n is.
 
     Args:
-      visits: n, rollouts that a sample has on the same noise at most.
-      refresh: share of a group's samples that get fresh noise at each visit, the oldest first.
+      visits: n, most rollouts of a sample on the same noise.
+      refresh: share of a group's samples that get fresh noise at each visit, oldest noise first.
       group_size: G, samples of a prompt that are rolled out together.
-      needs_signal: a group whose rewards are all equal gets fresh noise at its next visit, as its
-        repetition would teach nothing. False with a critic, which learns from every group.
+      needs_signal: a group whose rewards are all equal gets fresh noise at its next visit: repeated
+        responses would teach nothing. False with a critic, which learns from every group.
     """
 
     def __init__(self, visits: int, refresh: float, group_size: int, needs_signal: bool = True):
@@ -46,7 +46,7 @@ class KeptNoise(StatePart):
         self._used: dict[str, tuple[list[int], list[int]]] = {}
 
     def steps(self, prompts: Prompts, step: int) -> np.ndarray:
-        """int [Q, G]: the step whose noise each sample uses in a rollout of step `step`."""
+        """Return the step whose noise each sample uses in the rollout of `step`, int [Q, G]."""
         steps = np.full((len(prompts.examples), self._group_size), step)
         for row, example in zip(steps, prompts.examples):
             if example.prompt_id in self._used:
@@ -57,9 +57,9 @@ class KeptNoise(StatePart):
         return steps
 
     def observe(self, prompts: Prompts, steps: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-        """Note a rollout whose noise `steps` int [Q, G] gave `rewards` float [Q, G].
+        """Record a rollout; return the samples that had the same noise at their last visit.
 
-        Return bool [Q, G], the samples that an earlier rollout had on the same noise.
+        steps: int [Q, G], as `steps` gave them. rewards: float [Q, G]. Returns bool [Q, G].
         """
         kept = np.zeros(steps.shape, bool)
         for row, example in enumerate(prompts.examples):

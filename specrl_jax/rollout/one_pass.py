@@ -1,8 +1,8 @@
 """Sampling and scoring in one pass of the output head, which keeps no logits.
 
-Tokens are those of `sampling.sample`, unless two candidates tie within rounding: its race asks for
-the mass of each column of the folded vocabulary, and for the winner among a column's tokens, and
-the head's kernel returns both (`models.head.Columns`).
+The tokens are those of `sampling.sample`, unless two candidates tie within rounding. The race of
+`sampling.sample` needs the mass of each column of the folded vocabulary, and the winner among each
+column's tokens. The head's kernel returns both (`models.head.Columns`).
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ def distributions(
 ) -> "TokenDistributions | OnePass":
     """Return the policy's distributions in its hidden states [B, T, D].
 
-    They keep no logits where a run takes the head's kernel, and neither top-k and top-p nor the k
-    likeliest tokens ask for them. Other arguments are as the fields of `TokenDistributions`.
+    They keep no logits if the run uses the head's kernel, unless top-k, top-p or k > 0 need them.
+    Other arguments: as the fields of `TokenDistributions`.
     """
     if KERNEL in model.config.kernels and not config.truncates and not k:
         return OnePass(model, hidden, seeds, positions, config)
@@ -57,7 +57,7 @@ class OnePass:
 
     @functools.cached_property
     def whole(self) -> TokenDistributions:
-        """Return the same distributions with their logits, for what needs all log-probs."""
+        """Return the same distributions with their logits, for callers that need all log-probs."""
         logits = self.model.logits(self.hidden)
         return TokenDistributions.of(logits, self.seeds, self.positions, self.config)
 
@@ -106,12 +106,12 @@ def _race(policy: OnePass) -> tuple[Columns, Array]:
     """Return sampled tokens [B, T], and their columns."""
     columns = _reduce(policy, _wins, *noise_keys(policy.seeds, policy.positions))
     noise = functools.partial(exponentials, policy.seeds, policy.positions)
-    # First the columns race, by mass, under ids that no token has.
+    # First the columns race, by mass. The id of a column is one that no token has.
     top = jnp.max(columns.top, axis=(-2, -1), keepdims=True)
     masses = jnp.sum(columns.mass * jnp.exp(columns.top - top), axis=-2)
     numbers = jnp.arange(masses.shape[-1], dtype=jnp.int32)[None, None]
     won = jnp.argmax(masses / noise(policy.model.config.vocab_size + numbers), axis=-1)
-    # Then the tokens of the column that won: on each shard one has won already.
+    # Then the tokens of the winning column race. Each shard's part of it has its winner already.
     here = (numbers == won[..., None])[:, :, None]
     ids = reshard(jnp.sum(jnp.where(here, columns.ids, 0), axis=-1), "batch", None, None)
     logits = jnp.sum(jnp.where(here, columns.logits, 0.0), axis=-1)
@@ -121,7 +121,7 @@ def _race(policy: OnePass) -> tuple[Columns, Array]:
 
 
 def _with_logprobs(columns: Columns, tokens: Array) -> TokenColumns:
-    """Return tokens [B, T], each of which its column has chosen, with their log-probs."""
+    """Return tokens [B, T] with their log-probs. Each token is the choice of its column."""
     top = jnp.max(columns.top, axis=(-2, -1), keepdims=True)
     mass = jnp.sum(columns.mass * jnp.exp(columns.top - top), axis=(-2, -1))
     here = columns.ids == tokens[..., None, None]
@@ -130,8 +130,8 @@ def _with_logprobs(columns: Columns, tokens: Array) -> TokenColumns:
     return TokenColumns(tokens, logprobs, logprobs)
 
 
-# Weights [m, c] that choose a column's token, inside the kernel. inside: logits less the column's
-# highest. ids: tokens [1, c].
+# Functions inside the kernel: weights [m, c], of which the highest chooses a column's token.
+# inside: logits minus the column's highest logit. ids: tokens [1, c].
 
 
 def _is_likely(inside: Array, ids: Array) -> Array:

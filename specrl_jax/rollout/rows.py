@@ -1,11 +1,12 @@
-"""Rows of a rollout: what is known of each, and how they move.
+"""Rows of a rollout: the state of each row, and the moves of rows.
 
-`all_rows` holds every row of the rollout in order. The running batch holds those that are being
-computed, in any order; `index` is each row's index among all rows. Rows that begin are written into
-free slots of the batch (`engine/extend.py`), compacted as others finish, and scattered back.
+`all_rows` holds every row of the rollout in order. The running batch holds the rows that are being
+computed, in any order; `index` is each row's index among all rows. A row that begins is written
+into a free slot of the batch (`engine/extend.py`). Unfinished rows are compacted into a smaller
+batch as others finish. Rows of the batch are scattered back to `all_rows`.
 
-Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: every move
-is one within each shard, without communication.
+Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: a move
+needs no communication.
 """
 
 import dataclasses
@@ -25,13 +26,13 @@ PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """b rows; C = R response columns and a margin that rows which are done write into."""
+    """b rows; C = R response columns, then a margin that finished rows write into."""
 
     index: Array  # int32 [b], row index among all rows; PADDING where there is none
     seeds: Array  # uint32 [b, 2], of sampling
     accept_seeds: Array  # uint32 [b, 2], of acceptance
     prompt_lens: Array  # int32 [b]
-    max_lens: Array  # int32 [b], where a response ends, at most R
+    max_lens: Array  # int32 [b], most tokens of the response, at most R
     lens: Array  # int32 [b], response tokens
     last: Array  # int32 [b], the token that is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
@@ -47,7 +48,10 @@ class Rows:
 
 
 def gather(all_rows: Rows, row_ids: Array) -> Rows:
-    """Take rows int32 [b], each among those of its own shard; padding for an index outside them."""
+    """Return all_rows[row_ids], [b]; padding where an id is outside the rows of the shard.
+
+    row_ids: int32 [b], among the rows of the id's own shard.
+    """
 
     def local(all_rows: Rows, row_ids: Array) -> Rows:
         size = all_rows.lens.shape[0]
@@ -58,7 +62,10 @@ def gather(all_rows: Rows, row_ids: Array) -> Rows:
 
 
 def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
-    """Put `new` [b] into slots int32 [b] of the batch, each of its shard; others are left out."""
+    """Put `new` [b] into slots int32 [b] of its shard's part of the batch.
+
+    A row whose slot is outside the batch is left out.
+    """
 
     def local(rows: Rows, new: Rows, slots: Array) -> Rows:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), rows, new)
@@ -68,7 +75,7 @@ def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
 def scatter(rows: Rows, all_rows: Rows) -> Rows:
-    """Write the running batch's rows over those of all rows, each on its shard."""
+    """Return `all_rows` with the rows of the running batch written over them."""
 
     def local(rows: Rows, all_rows: Rows) -> Rows:
         total = all_rows.lens.shape[0]
@@ -82,7 +89,7 @@ def scatter(rows: Rows, all_rows: Rows) -> Rows:
 
 
 def slot_ranks(done: Array, index: Array) -> Array:
-    """int32 [b]: 0 for unfinished rows, 1 for those that are done, 2 where there is none.
+    """Return int32 [b]: 0 for unfinished rows, 1 for finished rows, 2 for slots without a row.
 
     done, index: [b], of `Rows`.
     """
@@ -91,9 +98,9 @@ def slot_ranks(done: Array, index: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="size")
 def compact(rows: Rows, *, size: int) -> Rows:
-    """Move rows to a batch of `size`, each on its shard: the first by `slot_ranks`, in order.
+    """Move rows to a batch of `size` slots, each on its shard: the lowest `slot_ranks`, in order.
 
-    Scatter those that are done first: for them there may be no room.
+    Scatter finished rows before: the smaller batch may have no room for them.
     """
     count = size // shards("batch")
 
@@ -106,7 +113,7 @@ def compact(rows: Rows, *, size: int) -> Rows:
 
 @functools.partial(jax.jit, static_argnames="size")
 def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Layer:
-    """Move what a layer of the cache has of the rows that `compact` moves.
+    """Move a layer of the cache as `compact` moves the rows.
 
     done, index: [b], of `Rows`.
     """
@@ -121,7 +128,7 @@ def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Laye
 
 @functools.partial(jax.jit, donate_argnames="rows")
 def release(rows: Rows, over: Array) -> Rows:
-    """Turn rows that are over, bool [B] of all rows, into padding of the running batch."""
+    """Turn rows of the running batch into padding. over: bool [B], the rows, among all rows."""
 
     def local(rows: Rows, over: Array) -> Rows:
         index = rows.index - shard_number() * len(over)
@@ -132,7 +139,7 @@ def release(rows: Rows, over: Array) -> Rows:
 
 
 def _pad(rows: Rows, real: Array) -> Rows:
-    """Turn rows that are not real into padding."""
+    """Turn rows that are not `real` bool [b] into padding."""
     index = jnp.where(real, rows.index, PADDING)
     return dataclasses.replace(rows, index=index, done=rows.done | ~real)
 

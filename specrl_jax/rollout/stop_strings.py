@@ -57,7 +57,7 @@ class StopStrings:
 
     @property
     def window(self) -> int:
-        """Tokens before one in which a string that ends in it may have begun."""
+        """Number of tokens before a token in which a string that ends in the token may begin."""
         return max(map(len, self.strings)) - 1
 
     def ends(self, tokens: Any, xp: Any = jnp) -> Any:

@@ -1,8 +1,8 @@
 """Rollout of episodes: rows that take turns with an environment.
 
-`run` ends once enough rows have ended their turn, and `go_on` appends what was answered to them. A
+`run` ends once enough rows have ended their turn, and `go_on` appends the environment's answers. A
 row keeps its slot and its keys meanwhile, so that every token of an episode is computed once. Noise
-is keyed by a token's position in the row: who waits for whom changes no token.
+is keyed by a token's position in the row: the order of turns and answers changes no token.
 """
 
 import dataclasses
@@ -40,26 +40,26 @@ class EpisodeRollout:
         """Begin an episode in each row; arguments as of `generate`. Drafts are whole episodes."""
         self.spec = spec
         self.noise = noise
-        self.episodes = carry_over.drafts
-        if self.episodes is not None:
-            first = turn_drafts(self.episodes, None, None, spec.eos_ids, spec.stop)
+        self.draft_episodes = carry_over.drafts
+        if self.draft_episodes is not None:
+            first = turn_drafts(self.draft_episodes, None, None, spec.eos_ids, spec.stop)
             carry_over = dataclasses.replace(carry_over, drafts=first)
         self.runner = start_runner(spec, weights, prompts, noise, carry_over)
         self.scheduler = Scheduler(self.runner, speculation)
 
     def run(self, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Run until no more than a share, [0, 1), of the rows that run are within their turn.
+        """Run until at most a share, [0, 1), of the running rows are within their turn.
 
-        Returns tokens int32 [B, R], lens int32 [B], and bool [B] whether a row's turn has ended.
+        Returns tokens int32 [B, R], lens int32 [B], and bool [B], rows whose turn has ended.
         """
         rows = self.scheduler.run_turns(share)
         tokens, lens, ended = hosts.fetch((rows.tokens, rows.lens, rows.done))
         return tokens[:, : self.spec.response_slots], lens, ended
 
     def go_on(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
-        """Append the answers, token ids by row, and let these rows go on.
+        """Append the answers, token ids by row, and let the answered rows go on.
 
-        over: bool [B], rows that have no more turns. Other rows that have ended theirs wait.
+        over: bool [B], rows that have no more turns. All other rows that ended their turn wait.
         """
         runner = self.runner
         lens = hosts.fetch(runner.all_rows.lens)
@@ -77,15 +77,15 @@ class EpisodeRollout:
             put(answered, "batch"),
         )
         requests = dataclasses.replace(runner.requests, begun_lens=lens + counts)
-        if self.episodes is not None:
+        if self.draft_episodes is not None:
             requests = self._with_drafts(requests, answered)
         self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
 
     def _with_drafts(self, requests: Requests, answered: np.ndarray) -> Requests:
-        """Return the requests with drafts of the turns that follow, in the rows marked [B]."""
+        """Return the requests; rows `answered` bool [B] get the drafts of their next turn."""
         spec = self.spec
         rows = self.runner.all_rows
-        new = turn_drafts(self.episodes, rows, rows.done, spec.eos_ids, spec.stop)
+        new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)
         lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
         drafts = dataclasses.replace(requests.drafts, lens=lens)
         ends, cut_ends = hosts.fetch(cut_drafts(spec, rows, lens))
@@ -102,7 +102,7 @@ class EpisodeRollout:
         requests = self.runner.requests
         step = np.int32(self.noise.step)
         return RolloutResult(
-            read_rollout(self.spec, self.runner.all_rows, self.episodes, None, step),
+            read_rollout(self.spec, self.runner.all_rows, self.draft_episodes, None, step),
             self.runner.stats,
             groups=np.arange(len(requests.prompts.lens)),
             noise_steps=requests.noise_steps,

@@ -80,9 +80,9 @@ class WholeRollout:
         part = run.rollout_spec.group_size
         firsts = range(0, run.config.rollout.group_size, part)
         if len(firsts) == 1:
-            return state.store.sources(prompts, step=state.step)
+            return state.store.history(prompts, step=state.step)
         whole = state.stream.find([example.base_id for example in prompts.examples])
-        parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+        parts = [state.store.history(part_of(whole, first), step=state.step) for first in firsts]
         tokens = jnp.concatenate([tokens for tokens, _ in parts], axis=2)
         return tokens, jnp.concatenate([lens for _, lens in parts], axis=2)
 
@@ -136,7 +136,7 @@ class RunningAhead(WholeRollout):
     def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
         tokens, lens = super().history(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
-        begun_tokens, begun_lens = state.run_ahead.sources(prompts)
+        begun_tokens, begun_lens = state.run_ahead.history(prompts)
         tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
         return tokens, jnp.concatenate([begun_lens, lens], axis=1)
 

@@ -61,9 +61,9 @@ def test_the_rows_that_fit_are_in_the_spec(make_mesh, shape):
         need = fit.estimate(run.kept, run.training)
         fitted = fit.fit_rows(run, (need.beside + 4.5 * need.row) / 0.9)
         assert fitted.spec.max_rows == 4 * pieces
-        assert fitted.training.buckets.rows[0] == 4 * pieces
+        assert fitted.training.buckets.sizes[0] == 4 * pieces
         assert fitted.eval_spec.max_rows >= fitted.spec.max_rows  # it has no drafts
-        assert fit.fit_rows(run, 2.0**40).training.buckets.rows[0] == run.rows
+        assert fit.fit_rows(run, 2.0**40).training.buckets.sizes[0] == run.rows
         given = run_of({"rollout.max_rows": 8})
         assert fit.fit_rows(given, 1.0) is given
         line = small_runs.line_of(fit.fit_rows, run, need.beside / 0.9)
@@ -76,7 +76,7 @@ def test_an_evaluation_takes_the_rows_that_fit_beside_the_policy(mesh, monkeypat
     params = run.state.params
     monkeypatch.setattr(memory, "device_memory", lambda: (2.0**40, "this machine"))
     spec = fit.fit_evaluation(run.eval_spec, run.weights, params, rows=64)
-    assert spec.buckets(64).rows[0] == 64
+    assert spec.buckets(64).sizes[0] == 64
     shapes = RolloutShapes(run.eval_spec, run.weights, 64, 64, None)
     row = fit.estimate((), shapes).row
     beside = fit.estimate((), shapes).beside + device_bytes(params)
@@ -105,7 +105,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
         run = run_of(KINDS[kind], **{"rollout.prompts_per_step": 16, "data.prompts": 16})
         need = fit.estimate(run.kept, run.training)
         kept = device_bytes(run.kept)
-        rows = run.training.buckets.rows[0] // run.training.buckets.multiple
+        rows = run.training.buckets.sizes[0] // run.training.buckets.multiple
         listed = list(programs.rollout_programs(run.training))
         compiled = programs.compile_all(listed)
         most = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)

@@ -53,7 +53,7 @@ def _compute(config) -> None:
     # Every row has a place, in the cache and in the packed sequences of `extend`.
     longest = config.data.prompt_len + settings.response_len
     assert min(buckets.slots, buckets.sequence_slots) >= longest
-    assert buckets.chunks * buckets.chunk_sequences >= buckets.rows[0] >= buckets.block_rows > 0
+    assert buckets.chunks * buckets.chunk_sequences >= buckets.sizes[0] >= buckets.block_rows > 0
     part_size(config)
     schedule = make_schedule(config.updates, max(config.train.steps, 1))
     assert math.isfinite(float(schedule(0)))

@@ -100,14 +100,16 @@ def test_rows_that_forked_are_extended_as_one_trie(grown):
         rows = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens, strict=True)]
         count = len(rows)
         chunk = np.searchsorted(prefixes.first_row[0], np.arange(count), side="right")
-        by_row = dict(zip(prefixes.rows[0, :count].tolist(), zip(chunk, prefixes.nodes[0, :count])))
+        by_row = dict(
+            zip(prefixes.row_ids[0, :count].tolist(), zip(chunk, prefixes.nodes[0, :count]))
+        )
         for first in {row[0] for row in rows}:
             own = [row for row in rows if row[0] == first]
             distinct = {row[:n] for row in own for n in range(1, len(row) + 1)}
             mine = range((first - 5) * G, (first - 4) * G)
             nodes = [by_row[row] for row in mine if row in by_row]
             computed = {(c, x) for c, path in nodes for x in path[path >= 0].tolist()}
-            if len(distinct) <= prefixes.tokens.shape[2]:
+            if len(distinct) <= prefixes.sequences.tokens.shape[2]:
                 assert len(computed) == len(distinct)
                 shared += sum(map(len, own)) - len(distinct)
                 groups += 1

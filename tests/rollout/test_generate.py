@@ -101,7 +101,7 @@ def check_stats(spec, rollout, stats):
     if not spec.max_rows:
         # Every step runs the smallest bucket that fits.
         active = [np.sum(sampled > t) for t in range(sampled.max(initial=0))]
-        row_buckets = [min(r for r in spec.buckets(len(lens)).rows if r >= n) for n in active]
+        row_buckets = [min(r for r in spec.buckets(len(lens)).sizes if r >= n) for n in active]
         assert (stats.decode_steps, stats.row_steps) == (len(active), sum(row_buckets))
     sizes, widths, steps = zip(*stats.decode_runs, strict=True)
     assert stats.decode_steps == sum(steps)

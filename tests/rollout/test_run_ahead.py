@@ -107,10 +107,10 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
     (_, older), (_, weights) = ref.policy(0.15), ref.policy()
     spec = spec_for(PLANS["wide"])
     run_ahead = begin_ahead(spec, older).run_ahead
-    tokens, lens = run_ahead.sources(NEXT)
+    tokens, lens = run_ahead.history(NEXT)
     np.testing.assert_array_equal(np.asarray(tokens).reshape(32, 8), run_ahead.drafts.tokens)
     np.testing.assert_array_equal(np.asarray(lens).reshape(32), run_ahead.drafts.lens)
-    assert not np.asarray(run_ahead.sources(NOW)[1]).any()
+    assert not np.asarray(run_ahead.history(NOW)[1]).any()
     plain = ref.run(spec, weights, NEXT, 2)
     result = ref.run(spec, weights, NEXT, 2, history=(tokens, lens))
     check_equal(result[0], plain[0], but=("sources",))

@@ -1,19 +1,19 @@
 """Drafts of the learned head (`models.draft_head`), from the first token of the first epoch on.
 
-The head guesses one token after another, each from its own state in the place of the policy's. A
-guess is drawn with *the noise that the policy will use* at that position: where p and q are the
-policy's and the head's distributions, both draw the same token with a chance of at least
-(1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978), where independent draws agree in Σ p·q.
-Vocabularies that race twice (`sampling`) may agree in slightly less. No distribution is stored, and
-the rollout is the plain one, token for token.
+The head guesses one token after another, from its own states instead of the policy's. A guess is
+drawn with *the noise that the policy will use* at that position. With TV the total variation of p
+and q, the policy's and the head's distributions, both draw the same token with a chance of at least
+(1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978). Independent draws agree with chance Σ p·q.
+With vocabularies that race twice (`sampling`) the chance may be slightly less. No distribution is
+stored, and the rollout is the plain one, token for token.
 
-The head's keys and values are the last layer of the cache. Slot s holds those of the token at
-position s and of the state that chose it:
+The head's keys and values are the last layer of the cache. Slot s holds the keys and values of the
+token at position s and of the state that chose it:
 
     slot                p         p+1      p+2
     `propose`        h0, last   z1, d1              drafts d1, d2: a step of width 3
     policy              h1         h2       h3      samples d1, then w: two tokens
-    `correct`                   h1, d1    h2, w     z1's are written over; `last` is now w
+    `correct`                   h1, d1    h2, w     written over z1's; `last` is now w
 """
 
 import jax
@@ -31,7 +31,7 @@ from specrl_jax.sharding import axes, reshard
 class HeadDrafting:
     """Drafting by the head in a decode step, over the rollout's weights.
 
-    sampling: how guesses are drawn, with the policy's noise; at temperature 0 the likeliest token.
+    sampling: of the guesses, with the policy's noise; at temperature 0 the likeliest token.
     """
 
     def __init__(self, sampling: SamplingConfig, model: Transformer, weights: Params):
@@ -43,10 +43,11 @@ class HeadDrafting:
     def propose(
         self, rows: Rows, start: Array, cache: KVCache, drafted: Array, counts: Array
     ) -> tuple[Array, KVCache]:
-        """Complete drafts int32 [b, W], of which `counts` [b] are there; the last is not used.
+        """Return drafts int32 [b, W] whose missing tokens are guesses, and the head's layer.
 
-        start: int32 [b], slot of `rows.last`. cache: the head's layer, in which that slot is
-        written, and those of the drafts that are fed.
+        drafted: int32 [b, W], of which the first `counts` [b] tokens are there; nobody uses the
+        last column. start: int32 [b], slot of `rows.last`. cache: the head's layer; this call
+        writes the slots of `rows.last` and of the draft tokens that are fed.
         """
         (layer,) = cache
         width = drafted.shape[1]
@@ -58,17 +59,19 @@ class HeadDrafting:
             guess = self._draw(state, rows.seeds, rows.lens[:, None] + k)
             token = jnp.where(counts[:, None] > k, drafted[:, k : k + 1], guess)
             completed.append(token)
-        if width == 1:  # for wider steps that come later
+        if width == 1:  # wider steps that come later read the slot
             _, layer = self.head(state, self.model.lookup(token), start, layer)
         return jnp.concatenate([*completed, drafted[:, -1:]], axis=1), (layer,)
 
     def correct(self, start: Array, cache: KVCache, hidden: Array, tokens: Array) -> KVCache:
-        """Put the policy's states in place of the head's own into its layer, in the slots of
-        drafts. hidden: [b, W, D], in which `tokens` [b, W] were sampled."""
+        """Return the head's layer, in which the drafts' slots come from the policy's states.
+
+        hidden: [b, W, D], the policy's states. tokens: int32 [b, W], sampled in them.
+        """
         if tokens.shape[1] == 1:
             return cache
         (layer,) = cache
-        # Of its output nothing is used: what is computed are keys and values.
+        # Only the keys and values are used, not the head's output.
         embedded = self.model.lookup(tokens[:, :-1])
         _, layer = self.head(hidden[:, :-1], embedded, start + 1, layer)
         return (layer,)
@@ -79,7 +82,7 @@ class HeadDrafting:
         return sample(logits, seeds, reshard(positions, "batch", None), self.sampling)[0]
 
     def _logits(self, states: Array) -> Array:
-        """Logits [b, t, V]; -inf at tokens that the head never drafts."""
+        """Return logits [b, t, V]; -inf at tokens that the head never drafts."""
         if self.vocab is None:
             return self.model.logits(states)
         config = self.model.config

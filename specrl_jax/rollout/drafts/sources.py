@@ -1,11 +1,10 @@
 """Sources of drafts: `DRAFT_SOURCES`, the choices of `rollout.draft`.
 
-Two kinds, which go together:
+Two kinds, which can be combined:
 
 - *Verified drafts*: the prompts' earlier responses, verified by an acceptance rule (SPEC-RL).
-- A *draft source* proposes tokens inside the jitted decode step, for rows without a draft to
-  verify. A proposed token is accepted where the policy samples the same token, so no draft source
-  can change a response: it only saves steps.
+- A *draft source* proposes tokens inside the jitted decode step. A proposed token is accepted if
+  the policy samples the same token. So a draft source changes no response: it only saves steps.
 
 To add a draft source, write a class like `SuffixDrafts` and give it a line in `DRAFT_SOURCES`.
 """
@@ -33,46 +32,53 @@ DraftHistory = tuple[Array, Array]
 class DraftSource:
     """Proposes tokens in the decode step. Hashable: fixed in the compiled programs.
 
-    Its state is a pytree of arrays, made for one rollout. Only `propose` has to be written; a
-    source that reads nothing but the rows needs no state. `propose` and `observe` are traced. What
-    they cost is measured with the steps that call them.
+    Its state is a pytree of arrays, made for one rollout. A subclass must define `propose`. A
+    source that reads nothing but the rows needs no state. `propose` and `observe` are traced. The
+    timed decode steps include their cost.
     """
 
     # Generations of stored responses that `init` wants.
     history: int = dataclasses.field(default=0, kw_only=True)
 
     def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> Any:
-        """Return the state before the first step of a rollout of Q * group_size rows; row i is
-        sample i % group_size of prompt i // group_size."""
+        """Return the state before the first step of a rollout of Q * group_size rows.
+
+        Row i is sample i % group_size of prompt i // group_size.
+        """
         return ()
 
     def propose(self, state: Any, rows: Rows, width: int) -> tuple[Array, Array]:
         """Propose draft tokens int32 [b, width] that may come next, and how many of them count,
         int32 [b].
 
-        rows: b of the rollout's rows in any order, `rows.index` says which. Split over the batch,
-        as the results must be. A row with an index >= Q * group_size is padding.
+        rows: b of the rollout's rows in any order; `rows.index` holds their indices. Rows and
+        results are split over the batch. A row with an index >= Q * group_size is padding.
         """
         raise NotImplementedError
 
     def observe(self, state: Any, rows: Rows, tokens: Array, counts: Array) -> Any:
-        """Return the state after a step: the rows, as they were before it, got the first `counts`
-        [b] of `tokens` [b, W]."""
+        """Return the state after a step, in which rows got the first `counts` of `tokens`.
+
+        rows: as they were before the step. tokens: int32 [b, W]. counts: int32 [b].
+        """
         return state
 
     def sync(self, state: Any, tokens: Array, lens: Array) -> Any:
-        """Return the state for all rows as they are: [Q * group_size, >= R] tokens, their lengths.
-        Called before a step, where rows got tokens that `observe` did not see."""
+        """Return the state for all rows as they are now.
+
+        Called before a step if rows have tokens that `observe` did not get. tokens: int32
+        [Q * group_size, >= R]. lens: int32 [Q * group_size].
+        """
         return state
 
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDrafts(DraftSource):
-    """Drafts of what followed the row's last tokens in responses to its prompt (SRT, arXiv
-    2601.09083): stored ones, and those that its group is writing."""
+    """Drafts of the tokens that followed a row's last tokens in other responses to its prompt (SRT,
+    arXiv 2601.09083): stored responses, and those that its group is writing."""
 
     config: SuffixDraftConfig
-    decay: float = 1.0  # weight of a response's votes against one a generation newer
+    decay: float = 1.0  # factor of a response's votes for each generation of its age
 
     @classmethod
     def from_config(cls, settings) -> "SuffixDrafts":
@@ -108,7 +114,7 @@ class SuffixDrafts(DraftSource):
 
 
 def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
-    """Each row's prompt and its own text in the index; padding rows get some."""
+    """Return each row's prompt and its own source in the index, int32 [b]; of padding, any."""
     prompts, texts = state.tokens.shape[:2]
     index = jnp.minimum(index, prompts * state.live - 1)
     return index // state.live, texts - state.live + index % state.live

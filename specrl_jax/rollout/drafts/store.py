@@ -3,8 +3,8 @@
 In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
 that is stored of a batch's prompts, for a draft source (SRT, arXiv 2601.09083).
 
-Which prompt has which slot of the arrays, and in which order they were stored, only the host
-knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
+The host alone knows each prompt's slot of the arrays, and the order in which prompts were stored.
+When all slots are taken, the prompt that was stored longest ago gives up its slot.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from jax import Array
 from specrl_jax.sharding import axes, put, reshape, shards
 from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
 
-# N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
+# N is a multiple of this. Meshes whose pieces divide it have arrays of one shape, so that a run can
+# be resumed on another of them.
 _SLOTS = 64
 _NEVER = np.iinfo(np.int32).max
 
@@ -59,12 +60,12 @@ class StoreShape:
     samples: int  # G, responses of each prompt
     response_slots: int  # R
     generations: int = 1  # A, responses of each sample that are drafts: `get` up to this age
-    history: int = 0  # responses of each sample that `sources` returns; 0: A
+    history: int = 0  # responses of each sample that `DraftStore.history` returns; 0: A
     k: int = 0  # likeliest tokens whose log-probs are kept
     logprobs: bool = True  # log-probs and origins of the drafts are kept
 
     def empty(self) -> Stored:
-        """Zeros of a store on the mesh in use; prompts are rounded up."""
+        """Return a store's arrays, zeros, on the mesh in use; prompts are rounded up."""
         pieces = math.lcm(_SLOTS, shards("batch"))
         prompts = -(-self.prompts // pieces) * pieces
         kept = max(self.history, self.generations)
@@ -99,8 +100,8 @@ class DraftStore(StatePart):
     Args:
       shape: how much is kept.
       max_age: steps after which a response is not a draft any more; 0: never.
-      owner: what the tokens and log-probs are of, e.g. {"tokenizer": ..., "model": ...}
-        fingerprints; a saved store of another owner is refused.
+      owner: fingerprints of the tokenizer and model that made tokens and log-probs, as
+        {"tokenizer": ..., "model": ...}; a saved store of another owner is refused.
     """
 
     def __init__(
@@ -122,21 +123,21 @@ class DraftStore(StatePart):
         self._arrays = shape.empty()
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
-        """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.
+        """Return drafts [Q * G] for the prompts' groups; zeros of length 0 where there is none.
 
-        `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
-        most `StoreShape.generations`.
+        age: 1 for the newest response, 2 for the one before (SPEC-RL's delayed reuse, an ablation),
+        at most `StoreShape.generations`.
         """
         return pick_drafts(self._arrays, *self._find(prompts, step), age=age)
 
-    def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
-        """Return the prompts' last E = `history` responses, whole on every device: tokens [Q, E, G,
-        R], lens [Q, E, G], the newest generation first; zeros, length 0, where there is none."""
-        tokens, lens = pick_sources(self._arrays, *self._find(prompts, step))
+    def history(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
+        """Return a `DraftHistory` of the prompts' last E = `StoreShape.history` responses: tokens
+        [Q, E, G, R] and lens [Q, E, G] on every device. Zeros of length 0 where there is none."""
+        tokens, lens = pick_history(self._arrays, *self._find(prompts, step))
         return tokens[:, : self._history], lens[:, : self._history]
 
     def unsolved(self, prompts: Prompts) -> np.ndarray:
-        """bool [Q], the prompts whose newest responses `put` was told to be unsolved."""
+        """Mark the prompts whose newest responses were stored as unsolved, bool [Q]."""
         return np.asarray([e.prompt_id in self._unsolved for e in prompts.examples])
 
     def put(
@@ -145,7 +146,7 @@ class DraftStore(StatePart):
         """Store the groups' responses; older generations move back by one.
 
         unsolved: bool [Q], groups that have no right response and teach nothing; None: none.
-        Raises ValueError where a prompt comes twice.
+        Raises ValueError if a prompt occurs twice.
         """
         names = [e.prompt_id for e in prompts.examples]
         slots, reassigned = self._take(names)
@@ -178,7 +179,7 @@ class DraftStore(StatePart):
     def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
         """Take over a saved store; `arrays` are the store's own from then on.
 
-        Raises ValueError where it is of another tokenizer, model or shape.
+        Raises ValueError if the saved store is of another tokenizer, model or shape.
         """
         for field, own in self._owner.items():
             if (saved := host["owner"][field]) != own:
@@ -200,18 +201,20 @@ class DraftStore(StatePart):
         return self
 
     def _find(self, prompts: Prompts, step: int) -> tuple[Array, Array]:
-        """Return for every prompt, int32 [Q], its slot and the earliest step whose responses are
-        drafts. Prompts that are not stored have any slot, and no drafts."""
+        """Return each prompt's slot and the earliest step whose responses are drafts, int32 [Q].
+
+        A prompt that is not stored gets slot 0, and a step after all others: it has no drafts.
+        """
         slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
         return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")
 
     def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Slots int32 [Q] to store the prompts in, and which of them, bool [Q], were not theirs."""
+        """Return slots int32 [Q] for the prompts, and bool [Q], slots that were not theirs."""
         if len(set(names)) < len(names):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
-        # The batch's own prompts are out of the queue before anyone has to give way.
+        # Remove the batch's own prompts first: they must not give up their slots.
         known = {name: self._slots.pop(name) for name in names if name in self._slots}
         used = len(self._slots) + len(known)
         slots = []
@@ -229,10 +232,10 @@ class DraftStore(StatePart):
 
 @functools.partial(jax.jit, static_argnames="age")
 def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts:
-    """Drafts [Q * G] of generation `age`, 1 the newest.
+    """Return drafts [Q * G] of generation `age`, 1 the newest; zeros for too old responses.
 
     slots: int32 [Q], of the prompts. oldest: int32 [Q], the earliest step whose responses are
-    drafts; zeros elsewhere.
+    drafts.
     """
 
     def pick(array: Array) -> Array:
@@ -249,8 +252,8 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
 
 
 @jax.jit
-def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Array]:
-    """Tokens [Q, E, G, R] and lengths [Q, E, G] of all generations, arguments as above."""
+def pick_history(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Array]:
+    """Return a `DraftHistory` of all generations; arguments as of `pick_drafts`."""
 
     def pick(array: Array) -> Array:
         """Pick [E, N, G, ...] → [Q, E, G, ...] on every device."""
@@ -263,8 +266,10 @@ def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored) -> Stored:
-    """Write `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
-    ones move back by one. reassigned: bool [Q], prompts whose slots were another's."""
+    """Write `newest` [Q * G] as generation 0 of the prompts; older generations move back by one.
+
+    slots: int32 [Q], of the prompts. reassigned: bool [Q], slots that were another prompt's.
+    """
     prompts = slots.shape[0]
 
     def write(array: Array, new: Array) -> Array:
@@ -273,7 +278,7 @@ def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored
         before = array.at[:, slots].get(out_sharding=jax.P(*(None,) * array.ndim))
         before = jax.vmap(_keep, in_axes=(0, None))(before, ~reassigned)
         moved = jnp.concatenate([new, before[:-1]])
-        # The scatter's layout is the partitioner's business; the result keeps the store's.
+        # The partitioner chooses the scatter's layout; the result has the store's layout.
         scatter = jax.sharding.auto_axes(
             lambda array, moved, slots: array.at[:, slots].set(moved),
             out_sharding=_layout(array.ndim),
@@ -293,7 +298,8 @@ def _whole(array: Array) -> Array:
 
 
 def _keep(array: Array, kept: Array) -> Array:
-    """Put zeros in the rows that are not kept: they may be another prompt's."""
-    # A row fetched from another device is a sum with zeros, which makes +0 of -0: so here for all.
+    """Put zeros in the rows that are not kept: such a row may be another prompt's."""
+    # A row from another device arrives as a sum with zeros, which turns -0 into +0. Here -0 becomes
+    # +0 in every row, so that all meshes agree.
     kept = kept.reshape(*kept.shape, *(1,) * (array.ndim - kept.ndim))
     return jnp.where(kept & (array != 0), array, jnp.zeros((), array.dtype))

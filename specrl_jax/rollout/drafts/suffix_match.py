@@ -1,19 +1,20 @@
 """Drafts from all that is known of a prompt: SRT (arXiv 2601.09083, section 3) without a tree.
 
-What the tree of all substrings answers is read from the responses themselves, afresh at every
-decode step: where did the row's last tokens occur before, and what followed?
+SRT asks a tree of all substrings: where did the row's last tokens occur before, and what followed?
+Here every decode step reads the answer from the responses themselves.
 
     source n   a b c d e …      own   … x b c        matched tokens by end   a b c d
     source p   b c f …                               of source n             0 1 2 0
 
-`_match` counts for every position of every source how many tokens up to it equal the row's last
-ones. `_best_matches` finds the best ones, `_continuations` what follows them, and `_vote` the
-continuation of which most tokens are expected to be accepted.
+A *source* is a response to the row's prompt, its own included. `_match` counts for every position
+of every source how many tokens up to it equal the row's last ones. `_best_matches` finds the best
+positions, `_continuations` the tokens after them, and `_vote` the continuation of which most tokens
+are expected to be accepted.
 
-Differs from the paper, for as many or more accepted tokens in the replay of test_suffix_match.py:
-a source votes with its two best positions, among equals with the nearest; a vote counts more, the
-more of the last tokens agree beyond the first mismatch; the row's own text is continued by the
-draft itself.
+Differs from the paper, for as many or more accepted tokens in the replay of test_suffix_match.py.
+A source votes with its two best positions; among equal ones the nearest counts as better. A vote
+weighs more if more of the last tokens agree beyond the first mismatch. The draft itself continues
+the row's own text.
 """
 
 import dataclasses
@@ -29,8 +30,9 @@ BEGIN = -1  # before a response: the prompt, where every source of it matches in
 EMPTY = -2  # not written yet
 # Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains.
 ALIGNED = 1.3  # factor of a vote for each aligned token; 1.0 is SRT
-POSITIONS = 2  # of each source, that are looked at
-LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth; more gain nothing
+POSITIONS = 2  # positions of each source that vote
+# Matched lengths that `_vote` tries, beside `depth`; more gain nothing.
+LENGTHS = (1, 2, 3, 6, 16, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,10 @@ class SuffixDraftConfig:
     depth: int  # last tokens of a row that are looked up
     factor: float  # after m matched tokens at most ⌊factor · m + offset⌋ are drafted
     offset: float
-    min_prob: float  # a draft ends where its path probability, its share of the votes, is less
+    min_prob: float  # least path probability (share of the votes) of a draft token
 
     def budget(self, matched: Array, width: int) -> Array:
-        """Return the most tokens drafted after `matched` equal ones, within [0, width]; 0 after
-        none."""
+        """Return most draft tokens after `matched` equal tokens, in [0, width]; 0 after none."""
         tokens = jnp.floor(self.factor * matched + self.offset + 1e-6).astype(jnp.int32)
         return jnp.where(matched > 0, jnp.clip(tokens, 0, width), 0)
 
@@ -54,13 +55,13 @@ class SuffixDraftConfig:
 class SuffixIndex:
     """Known responses to Q prompts, N sources each; the same on every device."""
 
-    # int32 [Q, N, depth + R + 1]. Column depth + j is response token j; the columns before it hold
-    # BEGIN, what is not written EMPTY. The last column takes what padding rows write, and is never
-    # read.
+    # int32 [Q, N, depth + R + 1]. The first `depth` columns hold BEGIN. Column depth + j holds
+    # response token j, or EMPTY if it is not written yet. Padding rows write to the last column,
+    # which is never read.
     tokens: Array
     weights: Array  # float32 [N], of a source's votes
     depth: int = dataclasses.field(metadata={"static": True})
-    live: int = dataclasses.field(metadata={"static": True})  # sources, the last, that rows write
+    live: int = dataclasses.field(metadata={"static": True})  # last sources, which rows write
 
     @property
     def slots(self) -> int:
@@ -72,8 +73,7 @@ class SuffixIndex:
 def build(
     stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int
 ) -> SuffixIndex:
-    """Build an index of M stored responses a prompt and, after them, `live` empty sources of weight
-    1.
+    """Return an index of M stored responses per prompt, then `live` empty sources of weight 1.
 
     stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: float32 [M].
     """
@@ -89,8 +89,11 @@ def build(
 
 @functools.partial(jax.jit, donate_argnames="index")
 def sync(index: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
-    """Write what all rows hold into the index's live sources; row i of B = Q * G is sample i % G of
-    prompt i // G. Columns after the response slots are left out."""
+    """Write the tokens of all rows into the index's live sources.
+
+    Row i of B = Q * G is sample i % G of prompt i // G. Columns after the response slots are left
+    out.
+    """
     prompts = index.tokens.shape[0]
     inside = jnp.arange(index.slots)[None, :] < lens_B[:, None]
     texts = jnp.where(inside, tokens_BC[:, : index.slots], EMPTY)
@@ -110,17 +113,17 @@ def append(
 ) -> SuffixIndex:
     """Write the first `counts` tokens of each row at response position `starts` of its source.
 
-    All int32 and split over the batch. Rows of count 0 write nothing; what would lie beyond the
-    response slots is left out.
+    All arguments are int32 and split over the batch. Rows of count 0 write nothing. Tokens beyond
+    the response slots are left out.
     """
     prompts, sources, starts, counts = (
         reshard(x, None) for x in (prompts_b, sources_b, starts_b, counts_b)
     )
     tokens = reshard(tokens_bW, None, None)
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     dump = index.depth + index.slots
-    columns = jnp.minimum(index.depth + starts[:, None] + steps, dump)
-    columns = jnp.where(steps < counts[:, None], columns, dump)
+    columns = jnp.minimum(index.depth + starts[:, None] + offsets, dump)
+    columns = jnp.where(offsets < counts[:, None], columns, dump)
     written = index.tokens.at[prompts[:, None], sources[:, None], columns].set(
         tokens, mode="promise_in_bounds"
     )
@@ -137,11 +140,11 @@ def propose(
 ) -> tuple[Array, Array]:
     """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
 
-    prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
-    [b, width] (0 after their ends) and their lengths int32 [b]. The config looks no deeper than
-    the index.
+    prompts, sources, lens: int32 [b], split over the batch, in any order. config: its depth is at
+    most the index's. Returns drafts int32 [b, width] (0 after their ends) and their lengths int32
+    [b].
     """
-    # Every row is on its own and the index is everywhere: no device needs another.
+    # Rows do not depend on each other, and every device has the whole index: no communication.
     row = axes("batch")
     whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), index)
     return jax.shard_map(
@@ -152,8 +155,8 @@ def propose(
 
 
 def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: SuffixDraftConfig):
-    steps = jnp.arange(config.depth, dtype=jnp.int32)[None, :]
-    columns = index.depth - 1 + lens[:, None] - steps
+    offsets = jnp.arange(config.depth, dtype=jnp.int32)[None, :]
+    columns = index.depth - 1 + lens[:, None] - offsets
     own_bD = index.tokens.at[prompts[:, None], sources[:, None], columns].get(
         mode="promise_in_bounds"
     )
@@ -165,12 +168,12 @@ def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: 
 
 
 def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) -> Array:
-    """Return one number for each position: the larger, the better it matches; int32 [b, N, R], or
-    -1.
+    """Return a key for each position, int32 [b, N, R]: the better the match, the larger; -1: none.
 
-    Column i is the position after response token i - 1, which must be written: never the row's own
-    newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
-    a gap, tokens matched at all, and the column, so that one maximum finds all of them.
+    own: the row's last tokens, newest first. Column i is the position after response token i - 1. A
+    position counts only if it has a token: so the row's own newest position is out. A key packs
+    three numbers, so that one maximum finds all of them: tokens matched without a gap, tokens
+    matched at all, and the distance of the column from the row's length.
     """
     depth = own_bD.shape[1]
     slots = index.slots
@@ -193,9 +196,9 @@ def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) ->
 def _best_matches(
     keys_bNR: Array, lens_b: Array, slots: int, depth: int
 ) -> tuple[Array, Array, Array]:
-    """Find the best positions [b, POSITIONS * N], best ones first: column, matched, aligned tokens.
+    """Return column, matched and aligned tokens of the best positions, [b, POSITIONS * N] each.
 
-    Matched is 0 where a source has no such position.
+    The best position of every source comes first. Matched is 0 if a source has no such position.
     """
     folded = _fold(keys_bNR)
     best = [jnp.max(folded, axis=2)]
@@ -212,7 +215,7 @@ def _best_matches(
 
 
 def _fold(keys_bNR: Array) -> Array:
-    """Maxima over up to 8 positions that lie far apart: one vectorised pass for the reductions."""
+    """Return maxima over up to 8 positions that lie far apart, in one vectorised pass."""
     slots = keys_bNR.shape[2]
     folds = min(8, max(1, slots // 16))
     part = -(-slots // folds)
@@ -225,17 +228,16 @@ def _fold(keys_bNR: Array) -> Array:
 def _continuations(
     index: SuffixIndex, prompts, sources, lens, positions_bP: Array, width: int
 ) -> Array:
-    """Take the `width` tokens after each position, int32 [b, P, W], EMPTY after their ends.
+    """Return the `width` tokens after each position, int32 [b, P, W], EMPTY after a source's end.
 
-    The row's own text does not end: what it would hold next is the draft itself, so that a row that
-    goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue
-    `a b c a b c …`).
+    The row's own text does not end: the draft itself continues it. So the draft of a row that
+    repeats itself repeats too (`a b c a b c` and a match of `c` continue `a b c a b c …`).
     """
     candidates = jnp.arange(positions_bP.shape[1], dtype=jnp.int32) % index.tokens.shape[1]
     own = candidates[None, :] == sources[:, None]
     period = jnp.where(own & (lens[:, None] > positions_bP), lens[:, None] - positions_bP, width)
-    steps = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
-    columns = positions_bP[:, :, None] + index.depth + steps
+    offsets = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
+    columns = positions_bP[:, :, None] + index.depth + offsets
     dump = index.depth + index.slots
     tokens = index.tokens.at[
         prompts[:, None, None], candidates[None, :, None], jnp.minimum(columns, dump)
@@ -250,13 +252,14 @@ def _vote(
     candidates: int,
     config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
-    """Find the draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
+    """Return the draft of which most tokens are expected to be accepted: tokens [b, W], lens [b].
 
-    The first `candidates` of the P continuations may become the draft, all P vote. Of those that
-    match at least m tokens, the share that begins with a candidate's first k tokens is its path
-    probability (the product of count(child) / count(node) along the path of a tree is just that).
-    The sum over k within the candidate's budget is its score: what the voters agree with on
-    average. The best over m and the candidates; at equal scores the longest m, then the first.
+    The first `candidates` of the P continuations may become the draft; all P vote. For a matched
+    length m, the voters are the continuations that match at least m tokens. A candidate's path
+    probability at k is the share of the votes that begin with the candidate's first k tokens. In a
+    tree it is the product of count(child) / count(node) along the path. A candidate's score is the
+    sum of its path probabilities over k within its budget. The draft is the candidate with the best
+    score over all m; among equal scores the longest m wins, then the first candidate.
     """
     rows, _, width = tokens_bPW.shape
     lengths = {m for m in LENGTHS if m < config.depth} | {config.depth}
@@ -275,19 +278,19 @@ def _vote(
         return jnp.take_along_axis(array, index[:, None, None], axis=1)[:, 0]
 
     best_m, best_a = best // candidates, best % candidates
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     agreed = pick(jnp.swapaxes(agreed, 1, 2), best_a)
     share = jnp.sum(
-        jnp.where(agreed[:, :, None] > steps[:, None, :], pick(votes, best_m)[:, :, None], 0.0),
+        jnp.where(agreed[:, :, None] > offsets[:, None, :], pick(votes, best_m)[:, :, None], 0.0),
         axis=1,
     )
     budget = jnp.take_along_axis(budget, best_a[:, None], axis=1)
-    kept = (share > 0) & (share >= config.min_prob) & (steps < budget)
+    kept = (share > 0) & (share >= config.min_prob) & (offsets < budget)
     return jnp.where(kept, pick(tokens_bPW, best_a), 0), jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 
 def _agreed(tokens_bPW: Array, candidates: int) -> Array:
-    """Count the first tokens of voter p that are those of candidate a: int32 [b, P, A]."""
+    """Count the first tokens that voter p and candidate a have in common, int32 [b, P, A]."""
     tokens = jnp.swapaxes(tokens_bPW, 1, 2)
     run = True
     agreed = 0

@@ -1,4 +1,4 @@
-"""All rows of a rollout: how they start, which drafts they verify, and what is read from them."""
+"""All rows of a rollout: their start, the lengths of their drafts, and their end as a `Rollout`."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ class NoiseKey:
     """Key of a rollout's noise, beside prompt, sample and position."""
 
     key: Array  # the run's
-    step: int
+    step: int  # also the rollout's step, which `origin_steps` of its new tokens hold
     purpose: Purpose = Purpose.SAMPLE
     # int [Q, G], the step whose noise each row uses; None: `step` everywhere
     noise_steps: np.ndarray | None = None
@@ -46,7 +46,7 @@ def start_inputs(
     noise_steps: np.ndarray,
     max_lens: np.ndarray | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the last arguments of `start_rows`, on the host.
+    """Return the host arrays for `start_rows`, its arguments from `noise_steps` on.
 
     noise_steps: int [Q, G], the step whose noise each row uses. max_lens: int32 [B], where
     responses end; None: at R.
@@ -75,7 +75,7 @@ def start_rows(
     max_lens: Array,
     last: Array,
 ) -> Rows:
-    """Start rows from host arrays [B], ids [B, 2], which this call puts on the device at once."""
+    """Start rows from host arrays [B], ids [B, 2]. The call puts all of them on the device."""
     group = spec.group_size
     noise_steps = reshard(noise_steps, "batch")
     ids = reshard(ids, "batch", None)
@@ -111,13 +111,14 @@ def start_rows(
 def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
     """Return where drafts of `lens` [B] tokens end, int32 [B] each.
 
-    First: without those that are left out at random, none where every token is sampled anew.
-    Second: as far as the rule looks at them.
+    First: the length of the draft, 0 if it is left out at random (`rollout.draft_refresh`), which
+    happens to no draft of a rule that samples every token anew. Second: the part that the rule
+    verifies.
     """
     rule = spec.accept
     seeds = rows.accept_seeds
     if spec.refresh and not rule.samples_anew:
-        # Noise of a position that no response has: it must not sway what is accepted.
+        # Noise of a position that no response has: the rule must not draw on it too.
         past_end = jnp.full_like(lens, spec.response_slots)
         lens = jnp.where(uniforms(seeds, past_end) <= spec.refresh, 0, lens)
     return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
@@ -141,7 +142,7 @@ def read_rollout(
     begun: PartialRows | None,
     step: Array,
 ) -> Rollout:
-    """Read all rows as a rollout of this step; begun: what they held before it."""
+    """Return all rows as a rollout of `step`. begun: what rows held before the rollout."""
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]

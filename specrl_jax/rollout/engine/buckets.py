@@ -1,8 +1,9 @@
 """Shapes of a rollout's programs. They follow from the configuration alone.
 
 Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
-a mesh that cuts the batch in 2, on a CPU: rows (64, 32, 16, 8), a cache of 8 + 32 + 3 slots, packed
-sequences of 2 · (8 + 32) slots, 3 of them in a chunk on each shard, widths (1, 2, 4).
+and a mesh that cuts the batch in 2, on a CPU. The sizes are (64, 32, 16, 8), and the widths
+(1, 2, 4). The cache has 8 + 32 + 3 slots. Packed sequences have 2 · (8 + 32) slots, and a chunk has
+3 of them on each shard.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.sharding import chunk_tokens, platform
 
 COLUMNS = 32  # draft tokens of a row that are decided together
-# Tokens of a row that are fed at once where it goes on in its slot.
+# Tokens of a row that `feed` computes at once.
 FEED_COLUMNS = {"cpu": 4}
 FEED_COLUMNS_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
@@ -27,7 +28,7 @@ BLOCK_BYTES_ELSEWHERE = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Shapes of a rollout's programs; `rows` are the sizes of its batch."""
+    """All shapes of a rollout's programs; a bucket is one of the `sizes` of its batch."""
 
     model: ModelConfig
     num_rows: int  # slots of the running batch, a multiple of `multiple`
@@ -39,37 +40,37 @@ class Buckets:
     turns: bool = False  # whether rows go on after their environment has answered
 
     @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """Rows of a batch, descending, each half the last: multiples of `multiple`."""
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes in slots, descending, each half the last: multiples of `multiple`."""
         shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
         return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))
 
     @functools.cached_property
     def slots(self) -> int:
-        """Slots of the cache: all of a row's tokens, and those of the widest step after them."""
+        """Slots of a row in the cache: its longest text, then a margin for the widest step."""
         width = max(self.max_width, self.feed_columns if self.turns else 1)
         return round_slots(self.prompt_slots + self.response_slots + width - 1)
 
     @property
     def refill(self) -> int:
-        """Slots of the batch that must be free on a shard before others begin: a quarter."""
-        return max(self.rows[0] // self.multiple // 4, 1)
+        """Slots of a shard that must be free before waiting rows begin: a quarter."""
+        return max(self.sizes[0] // self.multiple // 4, 1)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of a decode step: 1, the widest, and half of it."""
         return tuple(sorted({1, max(self.max_width // 2, 1), self.max_width}))
 
-    def rows_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
-        """Return the smallest bucket that holds so many rows [shards] on each shard."""
+    def size_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
+        """Return the smallest bucket that holds `counts` rows [shards] on the shards."""
         most = int(np.max(counts)) * self.multiple
-        return min(rows for rows in self.rows if rows >= most)
+        return min(size for size in self.sizes if size >= most)
 
-    def rows_below(self, rows: int) -> int:
+    def size_below(self, size: int) -> int:
         """Return the next smaller bucket; 0 below the smallest."""
-        return max((r for r in self.rows if r < rows), default=0)
+        return max((other for other in self.sizes if other < size), default=0)
 
-    # Of `extend`
+    # Shapes of `extend`
 
     @functools.cached_property
     def sequence_slots(self) -> int:
@@ -80,12 +81,12 @@ class Buckets:
     def chunk_sequences(self) -> int:
         """Sequences of a chunk on each shard."""
         sequences = max(chunk_tokens() // self.sequence_slots, 1)
-        return min(sequences, self.rows[0] // self.multiple)
+        return min(sequences, self.sizes[0] // self.multiple)
 
     @property
     def chunks(self) -> int:
-        """Chunks that hold as many rows as there are: a sequence holds one at least."""
-        return -(-self.rows[0] // self.multiple // self.chunk_sequences)
+        """Most chunks that the rows of a batch need: a sequence holds at least one row."""
+        return -(-self.sizes[0] // self.multiple // self.chunk_sequences)
 
     @property
     def draft_columns(self) -> int:
@@ -94,7 +95,7 @@ class Buckets:
 
     @property
     def feed_columns(self) -> int:
-        """Tokens of a row that are fed at once where it goes on in its slot."""
+        """Tokens of a row that `feed` computes at once."""
         columns = FEED_COLUMNS.get(platform(), FEED_COLUMNS_ELSEWHERE)
         return min(columns, self.response_slots)
 
@@ -106,6 +107,6 @@ class Buckets:
         itemsize = jnp.dtype(model.dtype).itemsize
         cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
-        # Twice the rows that chunks of the longest rows hold: most blocks are full then.
+        # A chunk of the longest rows holds half as many rows: most blocks are full then.
         few = 4 * self.chunk_sequences
-        return min(max(fits, 1), few, self.rows[0] // self.multiple)
+        return min(max(fits, 1), few, self.sizes[0] // self.multiple)

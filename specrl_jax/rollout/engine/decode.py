@@ -1,9 +1,9 @@
 """Decode steps of a rollout.
 
-A step is the same at every width W. It feeds a row's last token and W - 1 tokens of a draft, by the
-draft source or the learned head, from that token's slot on; the hidden states give W distributions.
-From left to right each position gets a token that is sampled with the position's own noise; the
-first that differs from the draft's ends the step. So no draft changes a token, it only saves steps.
+A step is the same at every width W. It feeds a row's last token, and after it W - 1 draft tokens of
+the draft source or the learned head. The hidden states give W distributions. At each position, from
+left to right, a token is sampled with the position's own noise. The first sampled token that
+differs from the draft token ends the step. So a draft changes no token: it only saves steps.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3
     tokens          a b c | x y z          draft x y
@@ -39,20 +39,19 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """End of `decode_steps`, unless all rows to train on are done before; int32."""
+    """Limits at which `decode_steps` ends, unless all rows to train on are done before; int32."""
 
     max_steps: Array
-    max_unfinished: Array  # so few rows are unfinished on every shard: the batch can be smaller
-    refill_at: Array  # [shards]: so few are unfinished on one of them: others can begin there
-    max_left: Array  # so few rows to train on are unfinished on all shards together
-    # Rows to train on are the first `num_train_rows` of every `shard_rows` rows.
-    num_train_rows: Array
-    shard_rows: Array  # rows of a rollout on each shard of the batch
+    max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
+    refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can begin there
+    max_left: Array  # unfinished rows to train on of all shards together, at most
+    shard_train_rows: Array  # rows to train on, of each shard: the first of its rows
+    shard_rows: Array  # rows of the rollout, of each shard
 
     @classmethod
     def of(
         cls,
-        num_train_rows: int,
+        shard_train_rows: int,
         shard_rows: int,
         *,
         max_steps: int = int(_MOST),
@@ -60,15 +59,17 @@ class StopCondition:
         refill_at: int | np.ndarray = -1,
         max_left: int = 0,
     ) -> "StopCondition":
-        """Return the condition. Its numbers stay on the host, as a device array for each would
-        cost half a millisecond a run. refill_at: int, or int [shards]."""
+        """Return the condition. refill_at: int, or int [shards].
+
+        Its numbers stay on the host: a device array for each would cost half a millisecond a run.
+        """
         bounds = np.broadcast_to(refill_at, shards("batch")).astype(np.int32)
         return cls(
             np.int32(max_steps),
             np.int32(max_unfinished),
             bounds,
             np.int32(max_left),
-            np.int32(num_train_rows),
+            np.int32(shard_train_rows),
             np.int32(shard_rows),
         )
 
@@ -90,26 +91,26 @@ def decode_steps(
 ) -> tuple[KVCache, Rows, Any, Array, Array, Array]:
     """Make steps of one width until a stop condition holds.
 
-    draft_state: of `spec.draft_source`, which proposes tokens where width > 1; the draft head
-    proposes what it leaves open. The cache needs slots for prompt, response and the candidates of a
-    step.
+    draft_state: state of `spec.draft_source`. Where width > 1 the draft source proposes tokens, and
+    the draft head proposes the tokens after them. The cache needs slots for prompt, response and
+    the draft tokens of a step.
 
-    Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: steps of
-    rows by the number of draft tokens that were accepted, 0 ... W - 1, and the accepted tokens that
-    were emitted; and what `progress` returns.
+    Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: row steps
+    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted; and what
+    `count_unfinished` returns.
     """
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
-        train, unfinished = progress(rows, stop).T
+        train, every = count_unfinished(rows, stop).T
         more = (jnp.sum(train) > stop.max_left) & (steps < stop.max_steps)
-        more &= jnp.max(unfinished) > stop.max_unfinished
-        return more & jnp.all(unfinished > stop.refill_at)
+        more &= jnp.max(every) > stop.max_unfinished
+        return more & jnp.all(every > stop.refill_at)
 
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    return cache, rows, draft_state, steps, counts, progress(rows, stop)
+    return cache, rows, draft_state, steps, counts, count_unfinished(rows, stop)
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
@@ -118,8 +119,8 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
     cache = cache[: spec.model.num_layers]
-    # Rows whose keys and values nobody needs feed the first slots: kernels then read no others of
-    # them. Those of a row that waits for its environment are kept.
+    # If nobody needs a row's keys and values, the row feeds its first slots: kernels then read no
+    # other slots of it. A row that waits for its environment keeps its keys and values.
     gone = rows.index == PADDING if spec.turns else rows.done
     start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
@@ -150,16 +151,17 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
 
 
-def progress(rows: Rows, stop: StopCondition) -> Array:
+def count_unfinished(rows: Rows, stop: StopCondition) -> Array:
     """Count unfinished rows, int32 [shards, 2] on every device: those to train on, and all."""
-    to_train = rows.index % stop.shard_rows < stop.num_train_rows  # and some padding, which is done
+    # Some padding is marked too, but padding is done.
+    to_train = rows.index % stop.shard_rows < stop.shard_train_rows
     marked = jnp.stack([~rows.done & to_train, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 
 
 def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
-    """Return the draft source's candidates int32 [b, width]; of them < width count, int32 [b]."""
+    """Return the draft source's tokens int32 [b, width], and how many count, int32 [b] < width."""
     if width == 1 or spec.draft_source is None:
         nothing = jnp.zeros_like(rows.lens)
         return jnp.broadcast_to(nothing[:, None], (len(nothing), width)), nothing
@@ -177,7 +179,7 @@ def policy_at(
 
 
 def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
-    """Mark the tokens that end a turn among those [b, T] that the rows get, bool [b, T]."""
+    """Mark the tokens that end a turn, bool [b, T]. new: int32 [b, T], tokens that rows get."""
     window = spec.stop_window
     if not window:
         return spec.turn_ends(new)
@@ -192,8 +194,9 @@ def append(
 ) -> tuple[Rows, Array]:
     """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
 
-    new: [b, T], of which each row gets `from_draft` int32 [b] of a draft and one more. kind: source
-    of the former. Returns the rows, and how many tokens each got, int32 [b].
+    new: [b, T]; each row gets the first `from_draft` + 1 of its columns. from_draft: int32 [b],
+    draft tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens
+    each got, int32 [b].
     """
     width = new.tokens.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]

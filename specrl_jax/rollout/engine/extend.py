@@ -1,19 +1,21 @@
-"""`extend` lets rows begin: it computes what a row has, and no slot of the running batch holds.
+"""`extend` lets rows begin. It computes keys, values and states of a row's prompt, own tokens and
+draft, which are not in the cache yet.
 
-A row has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a draft. The
-host packs these of many rows, every distinct prefix once (`pack_prefixes`). One program computes
-the sequences chunk by chunk, writes keys and values into free slots of the running batch, decides
-which tokens of the drafts are accepted, and samples the token after them. Rows that go on in their
-slots are decided on in the same way (`feed`).
+A row may have own tokens (a resumed row, an earlier turn) and a draft. The host packs the texts of
+many rows, every distinct prefix once (`pack_prefixes`). One program computes the sequences chunk by
+chunk, writes keys and values into free slots of the running batch, decides which draft tokens are
+accepted, and samples the token after them. `feed` decides in the same way on rows that go on in
+their slots.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
     states of         c   x y z            give distributions at positions 0, 1, 2, 3
     x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
 
-A row without a draft is one whose draft has no tokens. Shapes follow from the configuration alone:
-how many chunks hold tokens, how many rows begin, and how long the longest draft is, are counts of
-loops. A rejected token needs no cleaning up: it is not counted, and its slot is written over later.
+A row without a draft has a draft of no tokens. Shapes follow from the configuration alone: the
+number of chunks that hold tokens, of rows that begin, and of columns of the longest draft are
+counts of loops. A rejected token needs no cleaning up: it is not counted, and a later token takes
+its slot.
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
+from specrl_jax.rollout.engine.decode import StopCondition, append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
@@ -45,32 +47,26 @@ from specrl_jax.types import Drafts, Source, TokenColumns
 class Prefixes(NamedTuple):
     """Tokens of rows that begin, packed; int32 arrays of NumPy.
 
-    Of X shards each counts its own sequences and rows. A shard's rows lie in the order of the
+    Each of X shards counts its own sequences and rows. A shard's rows lie in the order of the
     chunks that hold them; the first takes the first free slot of the running batch, and so on.
     """
 
-    tokens: np.ndarray  # [M, m, T], chunks of sequences, as `packing.Sequences`
-    depths: np.ndarray  # [M, m, T]
-    ends: np.ndarray  # [M, m, T]
-    parents: np.ndarray  # [M, m, T]
+    sequences: Sequences  # [M, m, T]: M chunks of m sequences
     count: np.ndarray  # [], chunks that hold tokens: the first ones
-    blocks: np.ndarray  # [M], blocks of rows in each chunk, of the shard that has most
-    first_row: np.ndarray  # [X, M + 1], of each chunk
-    rows: np.ndarray  # [X, n], row indices among the shard's rows of the rollout
+    blocks: np.ndarray  # [M], blocks of rows in each chunk, on the shard that has most
+    first_row: np.ndarray  # [X, M + 1], where each chunk's rows begin in `row_ids`
+    row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
-    nodes: np.ndarray  # [X, n, S], slot of each token in its chunk's [m / X · T], -1 after them
+    nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
 
     def on_mesh(self) -> "Prefixes":
         """Return them laid out over the mesh: every shard of the batch has its own."""
         return Prefixes(
-            tokens=reshard(self.tokens, None, "batch", None),
-            depths=reshard(self.depths, None, "batch", None),
-            ends=reshard(self.ends, None, "batch", None),
-            parents=reshard(self.parents, None, "batch", None),
+            sequences=Sequences(*(reshard(x, None, "batch", None) for x in self.sequences)),
             count=reshard(self.count),
             blocks=reshard(self.blocks, None),
             first_row=reshard(self.first_row, "batch", None),
-            rows=reshard(self.rows, "batch", None),
+            row_ids=reshard(self.row_ids, "batch", None),
             draft_ends=reshard(self.draft_ends, "batch", None),
             nodes=reshard(self.nodes, "batch", None, None),
         )
@@ -80,27 +76,27 @@ def pack_prefixes(
     buckets: Buckets,
     tokens: np.ndarray,
     lens: np.ndarray,
-    rows: list[np.ndarray],
+    row_ids: list[np.ndarray],
     draft_ends: np.ndarray,
 ) -> Prefixes:
     """Pack the rows that begin.
 
-    tokens: int32 [k, P + R], right-padded, of which `lens` count: prompt, own tokens, draft. rows:
-    int, of each shard, as in `Prefixes`; together k, in the order of `tokens`. draft_ends: int32
-    [k].
+    tokens: int32 [k, P + R], right-padded: prompt, own tokens, draft. lens: int [k], of `tokens`.
+    row_ids: one int array per shard, as in `Prefixes`; together k, in the order of `tokens`.
+    draft_ends: int32 [k].
     """
     chunks = buckets.chunks
     sequences = buckets.chunk_sequences  # of a shard
     length = buckets.sequence_slots
     block = buckets.block_rows
-    most = buckets.rows[0] // len(rows) + block  # so that a block with a row lies inside
-    first_row = np.zeros((len(rows), chunks + 1), np.int32)
-    index = np.zeros((len(rows), most), np.int32)
-    end_lens = np.zeros_like(index)
-    nodes = np.full((len(rows), most, tokens.shape[1]), -1, np.int32)
+    most = buckets.sizes[0] // len(row_ids) + block  # so that a block with a row lies inside
+    first_row = np.zeros((len(row_ids), chunks + 1), np.int32)
+    packed_ids = np.zeros((len(row_ids), most), np.int32)
+    packed_ends = np.zeros_like(packed_ids)
+    nodes = np.full((len(row_ids), most, tokens.shape[1]), -1, np.int32)
     parts = []
     start = 0
-    for shard, own_rows in enumerate(rows):
+    for shard, own_rows in enumerate(row_ids):
         own = slice(start, start + len(own_rows))
         start = own.stop
         packed, paths = pack(tokens[own], lens[own], length, PACKINGS["trie"])
@@ -109,41 +105,38 @@ def pack_prefixes(
         order = np.lexsort((-draft_ends[own], chunk))
         first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
         filled = slice(0, len(order))
-        index[shard, filled] = own_rows[order]
-        end_lens[shard, filled] = draft_ends[own][order]
+        packed_ids[shard, filled] = own_rows[order]
+        packed_ends[shard, filled] = draft_ends[own][order]
         for position, row in enumerate(order.tolist()):
             path = paths[row] - chunk[row] * sequences * length
             nodes[shard, position, : len(path)] = path
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
-    # Zeros after the chunks that hold tokens: memory that nobody writes costs next to nothing.
-    shape = (chunks, len(rows) * sequences, length)
+    # The chunks without tokens stay zeros: memory that nobody writes costs next to nothing.
+    shape = (chunks, len(row_ids) * sequences, length)
     whole = Sequences(*(np.zeros(shape, np.int32) for _ in Sequences._fields))
     for shard, part in enumerate(parts):
         own = slice(shard * sequences, (shard + 1) * sequences)
         for array, values in zip(whole, part.padded(count * sequences)):
             array[:count, own] = values.reshape(count, sequences, length)
     return Prefixes(
-        tokens=whole.tokens,
-        depths=whole.depths,
-        ends=whole.ends,
-        parents=whole.parents,
+        sequences=whole,
         count=np.int32(count),
         blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
         first_row=first_row,
-        rows=index,
-        draft_ends=end_lens,
+        row_ids=packed_ids,
+        draft_ends=packed_ends,
         nodes=nodes,
     )
 
 
 class RowBlock(NamedTuple):
-    """Rows of every shard that are decided together, int32."""
+    """Rows of every shard whose drafts are decided together; int32."""
 
     row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
-    batch_slots: Array  # [b], where they begin; outside the batch: none
+    batch_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
     draft_ends: Array  # [b]
-    nodes: Array  # [b, S]
+    nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `Prefixes`
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
@@ -159,13 +152,14 @@ def extend(
     prefixes: Prefixes,
     stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """Return the running batch with the rows of `prefixes` in free slots of it.
+    """Return the running batch with the rows of `prefixes` in its free slots.
 
-    all_rows: [B], of which some begin, with what they hold. drafts: [B], for the acceptance rule to
-    verify; a draft begins with what its row holds. None: the run has none. log_lenience: nats.
+    all_rows: [B], with the tokens that they hold; those of `prefixes` begin. drafts: [B], for the
+    acceptance rule to verify; a draft begins with what its row holds. None: the run has no drafts.
+    log_lenience: nats.
 
-    Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
-    accepted, and what `decode.progress` returns.
+    Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
+    `decode.count_unfinished` returns.
     """
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
@@ -173,14 +167,12 @@ def extend(
     free = on_shards(_free_slots, rows.done, rows.index, like=rows.lens)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
-        tokens = prefixes.tokens[chunk]
-        depths = prefixes.depths[chunk]
-        ends = prefixes.ends[chunk]
+        tokens, depths, ends, parents = (x[chunk] for x in prefixes.sequences)
         hidden, stacked = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
         head_cache = []
         if spec.draft_head is not None:
             head = DraftHead(spec.model, weights["draft_head"])
-            states = take_slots(hidden, prefixes.parents[chunk])
+            states = take_slots(hidden, parents)
             _, own = head(states, model.lookup(tokens), positions_BT=depths, ends_BT=ends)
             head_cache = [own]
 
@@ -198,18 +190,18 @@ def extend(
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, run_chunk, state)
-    return cache, rows, counts, progress(rows, stop)
+    return cache, rows, counts, count_unfinished(rows, stop)
 
 
 def _free_slots(done: Array, index: Array) -> Array:
-    """int32 [b], all slots: those without a row first, then those of rows that are done."""
+    """Return all slots, int32 [b]: first those without a row, then those of finished rows."""
     return jnp.argsort(slot_ranks(done, index), stable=True, descending=True)
 
 
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
-    """Take the rows of block `number` of a chunk, `size` of each shard.
+    """Return block `number` of a chunk's rows, `size` of each shard.
 
     free: int32 [b], by `_free_slots`.
     """
@@ -235,7 +227,7 @@ def _take_block(
         number,
         free,
         prefixes.first_row,
-        prefixes.rows,
+        prefixes.row_ids,
         prefixes.draft_ends,
         prefixes.nodes,
     )
@@ -253,16 +245,17 @@ def begin_rows(
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
 
-    hidden: [m, T, D], of which `block.nodes` are the rows' own. Returns the rows and int32 [2], as
-    `extend` counts.
+    hidden: [m, T, D]; `block.nodes` are the rows' slots in it. columns: draft tokens of a row that
+    are checked together. Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
     rows = gather(all_rows, block.row_ids)
-    depths = rows.prompt_lens + rows.lens - 1  # of the state that decides on the next token
+    depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
 
     def states_at(offset: Array, count: int) -> Array:
-        """States [b, count, D] from `offset` tokens after the first that decides on."""
+        """Return states [b, count, D]; the first gives the distribution of response token
+        `rows.lens + offset`."""
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
         return take_nodes(hidden, read)
 
@@ -297,7 +290,7 @@ def begin_rows(
 
 
 def _take_drafts(drafts: Drafts, index: Array, lens: Array, width: int) -> TokenColumns:
-    """Take the drafts [b, `width`] of rows `index`, from token `lens` [b] on; zeros after them."""
+    """Return the drafts [b, `width`] of rows `index` from token `lens` [b] on, then zeros."""
     stored = TokenColumns(
         drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
     )
@@ -319,8 +312,9 @@ def _verify(
     log_lenience: Array,
     policy_after: Callable[[Array, int], TokenDistributions | OnePass],
 ) -> tuple[Array, Residual | None, TokenColumns]:
-    """Let the rule look at drafts, some columns at a time, until every row has rejected a token or
-    is at its draft's end, and decide.
+    """Return how many draft tokens the rule accepts, checking `columns` tokens at a time.
+
+    The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
 
     stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
     int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
@@ -340,27 +334,26 @@ def _verify(
         return spec.accept.look(draft_at(first, columns), policy_after(first, columns))
 
     def goes_on(state: tuple) -> Array:
-        first, accepted, _ = state
-        return (accepted == first) & (first < draft_len)
+        first, num_kept, _ = state
+        return (num_kept == first) & (first < draft_len)
 
     def step(state: tuple) -> tuple:
-        first, accepted, seen = state
-        kept, *new = look(first)
-        seen = jax.tree.map(
-            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis=1), seen, new
-        )
-        return first + columns, jnp.where(goes_on(state), first + kept, accepted), seen
+        first, num_kept, looked = state
+        new_kept, *new = look(first)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+        looked = jax.tree.map(write, looked, new)
+        return first + columns, jnp.where(goes_on(state), first + new_kept, num_kept), looked
 
     def widened(x: jax.ShapeDtypeStruct) -> Array:
         shape = (x.shape[0], width, *x.shape[2:])
         return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     _, *shapes = jax.eval_shape(look, jnp.int32(0))
-    seen = jax.tree.map(widened, shapes)
-    state = (jnp.int32(0), jnp.zeros_like(draft_len), seen)
-    _, kept, (now, seen) = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
-    accepted, residual = spec.accept.decide(draft_at(0, width), kept, now, seen)
-    return accepted, residual, now
+    state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(widened, shapes))
+    _, num_kept, looked = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
+    reused_tokens, evidence = looked
+    accepted, residual = spec.accept.decide(draft_at(0, width), num_kept, reused_tokens, evidence)
+    return accepted, residual, reused_tokens
 
 
 def _put_after(counts: Array, draft: Array, sampled: Array) -> Array:

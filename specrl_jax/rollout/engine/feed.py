@@ -1,12 +1,12 @@
-"""`feed` lets rows go on that still have their slots, and their keys, in the running batch.
+"""`feed` lets rows go on in the slots of the running batch that they already have.
 
-A row whose turn has ended keeps them. What its environment has answered, and the draft of the turn
-that follows, are fed in windows of a few tokens over the row's own keys: so every token of an
-episode is computed once. From there on the row begins as all do (`extend.begin_rows`).
+A row whose turn has ended keeps its slot and its keys. `feed` computes the environment's answer and
+the draft of the next turn, a window of a few tokens at a time, and attends to the row's own keys.
+So every token of an episode is computed once. Then the row begins as in `extend` (`begin_rows`).
 
     slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
     tokens          a b c | x y | o p | d e        a turn, the answer, a draft
-    fed                 y   o p   d e              y is sampled, and has no key yet: start = 1
+    fed                 y   o p   d e              y was sampled, and has no key yet: start = 1
     states of                 p   d e              give distributions at positions 4, 5, 6
 """
 
@@ -23,7 +23,7 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, progress
+from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished
 from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
@@ -34,13 +34,13 @@ from specrl_jax.types import Drafts
 class Fed(NamedTuple):
     """Rows that go on in their slots; int32 arrays of NumPy.
 
-    Of X shards each has its own rows, those with most tokens to feed first, in blocks.
+    Each of X shards has its own rows in M blocks; rows with most tokens to feed come first.
     """
 
-    blocks: np.ndarray  # [], that hold rows: the first ones
-    windows: np.ndarray  # [M], windows of each block, of the row that has most tokens
-    rows: np.ndarray  # [X, n], row indices among the shard's rows of the rollout, -1 after them
-    slots: np.ndarray  # [X, n], of the shard's part of the batch
+    blocks: np.ndarray  # [], blocks that hold rows: the first ones
+    windows: np.ndarray  # [M], windows of each block, for the row with most tokens to feed
+    row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout, -1 after them
+    slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
     starts: np.ndarray  # [X, n], response position of the first token that is fed
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
 
@@ -53,24 +53,24 @@ class Fed(NamedTuple):
 def pack_fed(
     buckets: Buckets,
     shard_rows: int,
-    rows: np.ndarray,
+    row_ids: np.ndarray,
     slots: np.ndarray,
     starts: np.ndarray,
     lens: np.ndarray,
     draft_ends: np.ndarray,
 ) -> Fed:
-    """Pack rows int [k] that go on, their slots on their shards, and what is fed of each.
+    """Pack the rows that go on.
 
-    shard_rows: rows of the rollout on each shard. starts: as in `Fed`; lens: int32 [k], response
-    tokens that the rows have now; draft_ends: int32 [k].
+    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. slots, starts,
+    draft_ends: int [k], as in `Fed`. lens: int32 [k], response tokens that the rows have now.
     """
     block = buckets.block_rows
-    blocks = -(-buckets.rows[0] // buckets.multiple // block)
+    blocks = -(-buckets.sizes[0] // buckets.multiple // block)
     shape = (buckets.multiple, blocks * block)
     fed = Fed(
         blocks=np.int32(0),
         windows=np.zeros(blocks, np.int32),
-        rows=np.full(shape, -1, np.int32),
+        row_ids=np.full(shape, -1, np.int32),
         slots=np.full(shape, PADDING, np.int32),
         starts=np.zeros(shape, np.int32),
         draft_ends=np.zeros(shape, np.int32),
@@ -78,9 +78,9 @@ def pack_fed(
     counts = np.maximum(lens, draft_ends) - starts
     order = np.argsort(-counts, kind="stable")
     for shard in range(buckets.multiple):
-        own = order[rows[order] // shard_rows == shard]
+        own = order[row_ids[order] // shard_rows == shard]
         here = (shard, slice(0, len(own)))
-        fed.rows[here] = rows[own] % shard_rows
+        fed.row_ids[here] = row_ids[own] % shard_rows
         fed.slots[here] = slots[own]
         fed.starts[here] = starts[own]
         fed.draft_ends[here] = draft_ends[own]
@@ -102,9 +102,9 @@ def feed(
     fed: Fed,
     stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """Return the running batch with the rows of `fed` brought up to date in their slots.
+    """Return the running batch in which the rows of `fed` have gone on in their slots.
 
-    Arguments and results are as of `extend`.
+    Arguments and results: as of `extend`.
     """
     model = Transformer(spec.model, weights)
     fed = fed.on_mesh()
@@ -127,25 +127,25 @@ def feed(
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
-    return cache, rows, counts, progress(rows, stop)
+    return cache, rows, counts, count_unfinished(rows, stop)
 
 
 def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:
-    """Take the rows of a block, and where what is fed of each starts, int32 [b]."""
+    """Return the rows of a block, and the first response position to feed of each, int32 [b]."""
     size = buckets.block_rows
 
-    def local(number, rows, slots, starts, draft_ends) -> tuple[RowBlock, Array]:
+    def local(number, row_ids, slots, starts, draft_ends) -> tuple[RowBlock, Array]:
         def cut(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
 
         # The states of a row lie in the order of its slots.
         nodes = jnp.arange(size * buckets.slots, dtype=jnp.int32).reshape(size, buckets.slots)
-        return RowBlock(cut(rows), cut(slots), cut(draft_ends), nodes), cut(starts)
+        return RowBlock(cut(row_ids), cut(slots), cut(draft_ends), nodes), cut(starts)
 
     row = axes("batch")
     layouts = RowBlock(row, row, row, axes("batch", None)), row
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
-    return take(number, fed.rows, fed.slots, fed.starts, fed.draft_ends)
+    return take(number, fed.row_ids, fed.slots, fed.starts, fed.draft_ends)
 
 
 def _feed_block(
@@ -158,10 +158,10 @@ def _feed_block(
     texts: Array,
     starts: Array,
 ) -> tuple[KVCache, Array]:
-    """Return the block's own cache, up to date, and the states [b, S, D].
+    """Return the block's own cache with the new keys and values, and the states [b, S, D].
 
-    windows: how many are fed, of `width` tokens each; one after a row's last token writes what
-    nobody reads. texts: int32 [b, S], of the responses. starts: int32 [b].
+    windows: windows to feed, of `width` tokens each; nobody reads the slots that a window writes
+    after a row's last token. texts: int32 [b, S], of the responses. starts: int32 [b].
     """
     model = Transformer(spec.model, weights)
     layers = spec.model.num_layers
@@ -195,7 +195,7 @@ def _take_own_slots(cache: KVCache, slots: Array) -> KVCache:
 
 
 def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:
-    """Return int32 [b, `slots`], the rows' own tokens, and their drafts' after them."""
+    """Return int32 [b, `slots`]: each row's own tokens, then the rest of its draft."""
     texts = jnp.pad(rows.tokens, ((0, 0), (0, slots)))[:, :slots]
     if drafts is None:
         return texts

@@ -4,8 +4,8 @@ Rows that begin are written into free slots (`extend`), all rows decode together
 shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
 before their slots are given away. The scheduler decides which rows begin, and when what runs.
 
-Between two programs the host reads a few counts. Of tokens it reads the drafts and what rows hold,
-to pack them.
+Between two programs the host reads a few counts. It reads no tokens but those that it packs: the
+drafts, and the tokens that rows hold when they begin.
 """
 
 import dataclasses
@@ -41,16 +41,16 @@ from specrl_jax.types import Drafts, Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Rows of a rollout, B, as they begin, and what they draft from; G in a row share a prompt.
+    """Rows of a rollout, B, as they begin, and their drafts; G consecutive rows share a prompt.
 
-    Each shard of the batch holds B / shards rows in a row: first those to train on, of which all
-    have as many, then those that only use idle slots (run-ahead).
+    Each shard holds B / shards consecutive rows: first rows to train on, equally many on every
+    shard, then run-ahead rows, which only use idle slots.
     """
 
     prompts: Prompts  # [B / G]
     noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
     num_train_rows: int  # rows to train on
-    begun_lens: np.ndarray  # int32 [B], tokens that rows hold
+    begun_lens: np.ndarray  # int32 [B], tokens that rows hold already
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
     draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
@@ -58,8 +58,7 @@ class Requests:
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
     history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    # The rollout may end once so many groups are done; 0: when all are.
-    stop_after_groups: int = 0
+    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
 
     @property
     def group_size(self) -> int:
@@ -75,10 +74,10 @@ class Requests:
     def shard_train_rows(self) -> int:
         return self.num_train_rows // shards("batch")
 
-    def trained(self, rows: np.ndarray) -> np.ndarray:
-        """bool [n]: which of these rows, int [n], are to train on; padding is not."""
-        inside = (rows >= 0) & (rows < len(self.done))
-        return inside & (rows % self.shard_rows < self.shard_train_rows)
+    def trained(self, row_ids: np.ndarray) -> np.ndarray:
+        """Mark those of the rows int [n] that are to train on, bool [n]; padding is not."""
+        inside = (row_ids >= 0) & (row_ids < len(self.done))
+        return inside & (row_ids % self.shard_rows < self.shard_train_rows)
 
 
 @dataclasses.dataclass
@@ -90,9 +89,10 @@ class Stats:
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
     extended_tokens: int = 0  # tokens that `extend` and `feed` computed, padding included
-    verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
-    accepted_tokens: int = 0  # of these, accepted
-    drafted_tokens: int = 0  # tokens of drafts in decode steps that were emitted
+    # Draft tokens that the rule decided on: each row's accepted ones and its first rejected one.
+    verified_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that the rule accepted
+    drafted_tokens: int = 0  # draft tokens that decode steps accepted and emitted
     # (rows, width, steps) of the decode loops, in order.
     decode_runs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
@@ -134,13 +134,17 @@ class Runner:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     def __post_init__(self):
-        self.size = self.buckets.rows[0]  # slots of the batch
+        self.size = self.buckets.sizes[0]  # slots of the batch
         batch = empty_batch(self.spec, self.all_rows, size=self.size, slots=self.buckets.slots)
         self.cache: KVCache = batch[0]
         self.rows: Rows = batch[1]
-        self.train = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows to train on
-        self.unfinished = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows
-        self.written_back = 0  # rows that began or were unfinished at the last write-back
+        # Unfinished rows of the batch, [shards]: those to train on, and all.
+        self.unfinished_train = np.zeros(self.buckets.multiple, int)
+        self.unfinished_all = np.zeros(self.buckets.multiple, int)
+        # Unfinished rows when `all_rows` last had every finished one. If fewer are unfinished now,
+        # some have finished and are not in `all_rows`.
+        self.unfinished_at_write_back = 0
+        self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.requests.begun_lens.any())
@@ -148,9 +152,9 @@ class Runner:
 
     # Rows begin -----------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def texts(self) -> np.ndarray:
-        """int32 [B, P + R], each row's prompt, and after it its draft, or what it holds."""
+    def _join_texts(self) -> np.ndarray:
+        """Return int32 [B, P + R]: each row's prompt, then its own tokens, then the rest of its
+        draft."""
         requests = self.requests
         prompts = requests.prompts
         group = requests.group_size
@@ -167,54 +171,56 @@ class Runner:
         return texts
 
     def extend(self, row_ids: list[np.ndarray]) -> None:
-        """Let rows begin: int, of each shard."""
+        """Admit rows. row_ids: one int array per shard."""
         self.write_back_finished()
         requests = self.requests
+        if self._texts is None:
+            self._texts = self._join_texts()
         every = np.concatenate(row_ids)
-        self.written_back = self.unfinished.sum() + len(every)
+        self.unfinished_at_write_back = self.unfinished_all.sum() + len(every)
         prompt_lens = requests.prompts.lens[every // requests.group_size]
         prefixes = pack_prefixes(
             self.buckets,
-            self.texts[every],
+            self._texts[every],
             prompt_lens + np.maximum(requests.begun_lens, requests.draft_ends)[every],
             [rows % requests.shard_rows for rows in row_ids],
             requests.draft_ends[every],
         )
         self._bring_up_to_date(extend, prefixes)
-        self.stats.extended_tokens += int(prefixes.count) * prefixes.tokens[0].size
+        self.stats.extended_tokens += int(prefixes.count) * prefixes.sequences.tokens[0].size
 
     def slots_of_rows(self) -> np.ndarray:
-        """int [B], the slot of the batch in which each row is; -1: in none."""
+        """Return each row's slot of the batch, int [B]; -1: it has none."""
         index = hosts.fetch(self.rows.index)
         slots = np.full(len(self.requests.done), -1)
         inside = np.flatnonzero(index != PADDING)
         slots[index[inside]] = inside
         return slots
 
-    def feed(self, rows: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
-        """Let rows int [k] go on in their slots int [k].
+    def feed(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Let rows go on in their slots. row_ids, slots: int [k].
 
-        starts: int [k], response position of the first token whose key is not there.
+        starts: int [k], response position of the first token that has no key in the row's slot.
         """
         requests = self.requests
-        self.written_back = self.unfinished.sum() + len(rows)
+        self.unfinished_at_write_back = self.unfinished_all.sum() + len(row_ids)
         fed = pack_fed(
             self.buckets,
             requests.shard_rows,
-            rows,
+            row_ids,
             slots % (self.size // self.buckets.multiple),
             starts,
-            requests.begun_lens[rows],
-            requests.draft_ends[rows],
+            requests.begun_lens[row_ids],
+            requests.draft_ends[row_ids],
         )
         self._bring_up_to_date(feed, fed)
         fed_at_once = self.buckets.block_rows * self.buckets.multiple * self.buckets.feed_columns
         self.stats.extended_tokens += int(fed.windows.sum()) * fed_at_once
 
     def _bring_up_to_date(self, program: Callable, packed: Prefixes | Fed) -> None:
-        """Run `extend` or `feed`, and note what it cost."""
+        """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
-        self.cache, self.rows, counts, progress = program(
+        self.cache, self.rows, counts, unfinished = program(
             self.spec,
             self.buckets,
             self.weights,
@@ -226,7 +232,7 @@ class Runner:
             packed,
             self.stop_condition(),
         )
-        verified, accepted = self._read(counts, progress).tolist()
+        verified, accepted = self._read(counts, unfinished).tolist()
         self.draft_state_stale = True
         self.stats.extend_seconds += time.perf_counter() - start
         self.stats.verified_tokens += verified
@@ -242,18 +248,18 @@ class Runner:
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Run decode steps of one width.
 
-        Returns how many, and the steps of rows by the number of accepted draft tokens, [width].
+        Returns the number of steps, and row steps by the number of accepted draft tokens, [width].
         """
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
-        self.cache, self.rows, draft_state, steps, counts, progress = decode_steps(
+        self.cache, self.rows, draft_state, steps, counts, unfinished = decode_steps(
             self.spec, self.weights, self.cache, self.rows, draft_state, stop, width=width
         )
         if width > 1:
             self.draft_state = draft_state
         else:
             self.draft_state_stale = True
-        steps, counts = self._read((steps, counts), progress)
+        steps, counts = self._read((steps, counts), unfinished)
         steps = int(steps)
         *histogram, drafted = counts.tolist()
         self.stats.decode_seconds += time.perf_counter() - start
@@ -263,20 +269,20 @@ class Runner:
         self.stats.decode_runs.append((self.size, width, steps))
         return steps, histogram
 
-    def _read(self, counts: Any, progress: Any) -> Any:
-        """Fetch the counts once the model has run; note how many rows are left, which are done."""
+    def _read(self, counts: Any, unfinished: Any) -> Any:
+        """Fetch the counts once the model has run; note unfinished and finished rows."""
         done = (self.rows.index, self.rows.done) if self.requests.stop_after_groups else None
-        counts, progress, done = hosts.fetch((counts, progress, done))
-        self.train, self.unfinished = progress.T
+        counts, unfinished, done = hosts.fetch((counts, unfinished, done))
+        self.unfinished_train, self.unfinished_all = unfinished.T
         if done is not None:
             index, done = done
             self.finished[index[done & self.requests.trained(index)]] = True
         return counts
 
     def _synced_draft_state(self) -> Any:
-        """Return the draft source's state for all that rows hold.
+        """Return the draft source's state, which then knows all tokens that rows hold.
 
-        It is made for the first step that drafts. Plain steps do not write to it.
+        The first step that drafts makes it. Plain steps do not write to it.
         """
         source = self.spec.draft_source
         if source is None:
@@ -299,9 +305,9 @@ class Runner:
     # Rows move ------------------------------------------------------------------------------------
 
     def renew(self, requests: Requests, over: np.ndarray) -> None:
-        """Take what rows hold and draft now; rows that are over, bool [B], lose their slots."""
+        """Take over new requests; rows that are over, bool [B], lose their slots."""
         self.requests = requests
-        vars(self).pop("texts", None)
+        self._texts = None
         self.rows = release(self.rows, put(over, "batch"))
 
     def compact(self, size: int) -> None:
@@ -317,9 +323,9 @@ class Runner:
 
     def write_back(self) -> None:
         self.all_rows = scatter(self.rows, self.all_rows)
-        self.written_back = self.unfinished.sum()
+        self.unfinished_at_write_back = self.unfinished_all.sum()
 
     def write_back_finished(self) -> None:
-        """Write rows back that are done, before others take their slots."""
-        if self.unfinished.sum() < self.written_back:
+        """Write finished rows back before others take their slots."""
+        if self.unfinished_all.sum() < self.unfinished_at_write_back:
             self.write_back()

@@ -3,17 +3,21 @@
     waiting rows ──extend──→ slots of the running batch: decode, compact ──→ done
         ↑ prompts; rows that hold tokens; rows of the next step
 
-Nothing that is decided here changes a token of a row. `runner.py` carries the decisions out. Each
-shard of the batch has a queue of its own: its rows, which never leave it.
+No decision of the scheduler changes a token of a row. `runner.py` carries the decisions out. Each
+shard of the batch has a queue of its own rows. A row never leaves its shard.
 """
+
+import dataclasses
+from typing import Any
 
 import numpy as np
 
+from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Requests, Runner
-from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
+from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.rows import Rows
 
-STEPS_BETWEEN_COUNTS = 32  # at most, where a rollout ends once enough groups are done
+STEPS_BETWEEN_COUNTS = 32  # most steps until groups are counted, where enough groups end a rollout
 
 
 class Scheduler:
@@ -26,25 +30,25 @@ class Scheduler:
         self.speculation = speculation
         self.waiting = _queues(self.requests, trained=True)
         self.next_step = _queues(self.requests, trained=False)
-        # int [shards], slots of rows that have turns to come; None: a row has one.
-        self.taken: np.ndarray | None = None
+        # int [shards], slots that cannot be given away between turns; None without an environment.
+        self.occupied: np.ndarray | None = None
 
     def run(self) -> Rows:
         """Return all rows, at their end unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
-            # Rows may be done as they begin: others may take their slots at once.
+            # A row may be done as it begins: another row may take its slot at once.
             if not self._admit():
-                if not runner.train.any():
+                if not runner.unfinished_train.any():
                     break
                 if not any(self.waiting) and not any(self.next_step):
-                    self._compact(runner.unfinished)
-                self._decode(self._bounds())
+                    self._compact(runner.unfinished_all)
+                self._decode(self._stop_condition())
         runner.write_back()
         return runner.all_rows
 
     def _may_end(self) -> bool:
-        """Return whether so much is done that the rest may wait for the next rollout."""
+        """Return whether enough groups are done: the others may wait for the next rollout."""
         requests = self.requests
         if not requests.stop_after_groups:
             return False
@@ -54,38 +58,38 @@ class Scheduler:
     # Turns ----------------------------------------------------------------------------------------
 
     def run_turns(self, share: float) -> Rows:
-        """Return all rows once no more than a share of those that run are within their turn.
+        """Return all rows once at most a share of the running rows are within their turn.
 
         share: [0, 1). Rows whose turn has ended keep their slots until `go_on`.
         """
         runner = self.runner
-        if self.taken is None:
-            self.taken = np.zeros_like(runner.unfinished)
+        if self.occupied is None:
+            self.occupied = np.zeros_like(runner.unfinished_all)
         while self._admit():
             pass
-        most = int(share * runner.train.sum())
-        while runner.train.sum() > most:
-            self._decode({"max_left": most})
+        most = int(share * runner.unfinished_train.sum())
+        while runner.unfinished_train.sum() > most:
+            self._decode(runner.stop_condition(max_left=most))
         runner.write_back()
         return runner.all_rows
 
     def go_on(
         self, requests: Requests, rows: np.ndarray, starts: np.ndarray, over: np.ndarray
     ) -> None:
-        """Let rows go on that have been answered; a row whose slot was given away begins again.
+        """Let answered rows go on; an answered row whose slot was given away begins again.
 
-        All others whose turn has ended wait for their answer, or are over.
+        Every other row whose turn has ended waits for its answer, or is over.
 
-        requests: with what the rows hold, as `Runner.all_rows` has it, and their drafts. rows: int
-        [k]. starts: int [k], response position of the first token whose key is not in the slot.
-        over: bool [B], rows that have no more turns.
+        requests: what the rows hold and draft now, as in `Runner.all_rows`. rows: int [k], the
+        answered ones. starts: int [k], response position of the first token that has no key in the
+        row's slot. over: bool [B], rows that have no more turns.
         """
         runner = self.runner
         self.requests = requests
         runner.renew(requests, over)
         slots = runner.slots_of_rows()
         here = slots[rows] >= 0
-        self.taken = runner.unfinished + self._by_shard(rows[here])
+        self.occupied = runner.unfinished_all + self._by_shard(rows[here])
         if here.any():
             runner.feed(rows[here], slots[rows[here]], starts[here])
         for row in rows[~here][::-1].tolist():
@@ -103,17 +107,17 @@ class Scheduler:
     def _admit(self) -> bool:
         """Let waiting rows begin where enough slots are free; return whether any began.
 
-        Enough is a quarter of a shard's slots, or all that it needs. Rows of the next step begin
-        once no other row waits, beside rows to train on.
+        Enough is a quarter of a shard's slots, or as many as rows wait there. Rows of the next step
+        begin once no row to train on waits, but some still run.
         """
         runner = self.runner
         queues = self.waiting
-        if not any(queues) and runner.train.any():
+        if not any(queues) and runner.unfinished_train.any():
             queues = self.next_step
-        if runner.size < self.buckets.rows[0] or not any(queues):
+        if runner.size < self.buckets.sizes[0] or not any(queues):
             return False
-        taken = runner.unfinished if self.taken is None else self.taken
-        free = runner.size // self.buckets.multiple - taken
+        occupied = runner.unfinished_all if self.occupied is None else self.occupied
+        free = runner.size // self.buckets.multiple - occupied
         waiting = np.array([len(queue) for queue in queues])
         enough = np.minimum(waiting, self.buckets.refill)
         if not np.any((waiting > 0) & (free >= enough)):
@@ -123,63 +127,64 @@ class Scheduler:
             row_ids.append(np.array(queue[:count], int))
             del queue[:count]
         runner.extend(row_ids)
-        if self.taken is not None:
-            self.taken = taken + [len(rows) for rows in row_ids]
+        if self.occupied is not None:
+            self.occupied = occupied + [len(rows) for rows in row_ids]
         return True
 
     # Rows decode ----------------------------------------------------------------------------------
 
     def _compact(self, counts: np.ndarray) -> None:
         """Move the rows into the smallest bucket that holds `counts` int [shards] on the shards."""
-        # Bucket by bucket, so that there are few programs of it.
-        size = self.buckets.rows_for_shards(counts)
+        # Bucket by bucket: so `compact` has few programs.
+        size = self.buckets.size_for_shards(counts)
         while size < self.runner.size:
-            self.runner.compact(self.buckets.rows_below(self.runner.size))
+            self.runner.compact(self.buckets.size_below(self.runner.size))
 
-    def _decode(self, bounds: dict) -> None:
-        """Decode until a bound of the stop condition is met, or the plan is to be made again."""
+    def _decode(self, stop: StopCondition) -> None:
+        """Decode until the stop condition holds, or `speculation` plans again."""
         runner = self.runner
         widths = self.buckets.widths
-        plan = StepPlan(widths[-1], 0, False)
-        if self.speculation is not None:
-            plan = self.speculation.plan_steps(runner.size, widths)
+        if self.speculation is None:
+            runner.decode(stop, widths[-1])
+            return
+        plan = self.speculation.plan_steps(runner.size, widths)
         if plan.max_steps:
-            bounds["max_steps"] = min(plan.max_steps, bounds.get("max_steps", plan.max_steps))
-        steps, histogram = runner.decode(runner.stop_condition(**bounds), plan.width)
-        if self.speculation is not None:
-            self.speculation.record_steps(plan, steps, histogram)
+            max_steps = np.int32(min(plan.max_steps, stop.max_steps))
+            stop = dataclasses.replace(stop, max_steps=max_steps)
+        steps, histogram = runner.decode(stop, plan.width)
+        self.speculation.record_steps(plan, steps, histogram)
 
-    def _bounds(self) -> dict:
-        """Bounds of a stop condition: until rows can begin, or be compacted."""
+    def _stop_condition(self) -> StopCondition:
+        """Return the condition under which rows can begin or be compacted."""
         runner = self.runner
         requests = self.requests
-        bounds = {}
+        bounds: dict[str, Any] = {}
         queues = self.waiting if any(self.waiting) else self.next_step
         if any(queues):
-            # As many slots are free then as rows begin together; fewer are now (`_admit`).
+            # Stop once `enough` slots are free; otherwise _admit would have begun rows already.
             waiting = np.array([len(queue) for queue in queues])
             enough = np.minimum(waiting, self.buckets.refill)
             full = runner.size // self.buckets.multiple
             bounds["refill_at"] = np.where(waiting > 0, full - enough, -1)
         else:
-            below = self.buckets.rows_below(runner.size)
+            below = self.buckets.size_below(runner.size)
             bounds["max_unfinished"] = below // self.buckets.multiple
         if requests.stop_after_groups:
             steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)
-        return bounds
+        return runner.stop_condition(**bounds)
 
 
 def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
-    """Return the rows of each shard that are not done, in the order in which they begin.
+    """Return each shard's rows that are not done, in the order in which they begin.
 
-    trained: those to train on; else those of the next step.
+    trained: True for rows to train on, False for rows of the next step.
     """
     group = requests.group_size
     rows = np.arange(len(requests.done))
     first = requests.begin_first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group)
-    # Drafts of like length are decided together. A group's rows share their prompt.
+    # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
     longest = np.repeat(requests.draft_ends.reshape(-1, group).max(axis=1), group)
     order = np.lexsort((rows, -longest, late, requests.begun_lens == 0))
     order = order[~requests.done[order] & (requests.trained(order) == trained)]

@@ -16,14 +16,17 @@ from specrl_jax.sharding import shards
 
 
 def acceptance_rule(config) -> AcceptanceRule:
-    """Return the rule of a config; without previous drafts nothing is verified, and any will do."""
+    """Return the rule of a config; MATCH where no previous response is verified."""
     previous = DRAFT_SOURCES[config.rollout.draft].previous
     return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
 
 
 def noise_visits(config) -> int:
-    """Count the visits for which samples keep their noise: 1, all noise is fresh, under a rule that
-    draws with it after a rejection. The draft was made with it too."""
+    """Return for how many visits samples keep their noise.
+
+    It is 1, fresh noise at every visit, unless the rule samples every token anew. Other rules draw
+    a new token after a rejection, which must not share its noise with the draft.
+    """
     return config.rollout.noise_epochs if acceptance_rule(config).samples_anew else 1
 
 
@@ -49,7 +52,7 @@ class RolloutSpec:
     response_slots: int  # R
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
-    # How the learned head draws, which goes on where the source has no token; None: no head.
+    # Sampling of the learned head, which drafts where the source has no token; None: no head.
     draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
@@ -62,7 +65,7 @@ class RolloutSpec:
 
     @property
     def columns(self) -> int:
-        """Response columns of a row, with a margin that rows which are done write into."""
+        """Response columns of a row, then a margin that finished rows write into."""
         return self.response_slots + self.max_width
 
     @property
@@ -110,7 +113,7 @@ class RolloutSpec:
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """Return the rollout of `samples` responses a prompt: no drafts, forks or truncation."""
+        """Return the rollout of `samples` responses per prompt: no drafts, forks or truncation."""
         return dataclasses.replace(
             self,
             sampling=SamplingConfig(temperature),
@@ -121,33 +124,33 @@ class RolloutSpec:
             stored_logprobs=0,
             max_width=1,
             forks=None,
-            row_buckets=min(self.row_buckets, 2),  # it is rare: not worth the programs
+            row_buckets=min(self.row_buckets, 2),  # evaluation is rare: few programs are enough
         )
 
     @property
     def stop_window(self) -> int:
-        """Tokens before one that may decide whether it ends a turn."""
+        """Number of tokens before a token that help to decide whether it ends a turn."""
         return self.stop.window if self.stop else 0
 
     def turn_ends(self, tokens: Any, xp: Any = jnp) -> Any:
         """Mark the tokens that end a turn, bool [B, T].
 
-        tokens: int32 [B, stop_window + T], NOTHING for those of no turn or of another; xp:
+        tokens: int32 [B, stop_window + T]; NOTHING in place of tokens outside the turn. xp:
         jax.numpy, or numpy on the host.
         """
         return turn_ends(self.eos_ids, self.stop, tokens, xp)
 
     def ended(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
-        """Mark the responses that came to an end, bool [B], on the host: others were cut off.
+        """Mark the responses that end with a stop token or text, bool [B]; others were cut off.
 
         tokens: int32 [B, R]; lens: int32 [B].
         """
-        places = lens[:, None] - 1 + np.arange(-self.stop_window, 1)
-        last = np.take_along_axis(tokens, np.maximum(places, 0), axis=1)
-        return self.turn_ends(np.where(places < 0, NOTHING, last), np)[:, 0]
+        positions = lens[:, None] - 1 + np.arange(-self.stop_window, 1)
+        last = np.take_along_axis(tokens, np.maximum(positions, 0), axis=1)
+        return self.turn_ends(np.where(positions < 0, NOTHING, last), np)[:, 0]
 
     def check_max_rows(self) -> None:
-        """Raise ValueError where `max_rows` holds less than a row on every shard of the batch."""
+        """Raise ValueError if `max_rows` is less than one row per shard of the batch."""
         if 0 < self.max_rows < shards("batch"):
             raise ValueError(
                 f"rollout.max_rows must be 0 or >= mesh.data x mesh.fsdp = {shards('batch')}, got "

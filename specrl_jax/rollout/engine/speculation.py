@@ -26,8 +26,8 @@ from specrl_jax.types import StatePart
 WIDTH_MARGIN = 1.15  # expected gain of a width over plain steps that is worth it
 HALF_LIFE = 256  # row steps after which counts of the draft source count half
 PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
-PROBE_STEPS = 8  # steps of a wider width, to see what it accepts
-PROBE_EVERY = 50  # probes are one in so many steps
+PROBE_STEPS = 8  # steps of a probe: of a greater width, to count the tokens that it accepts
+PROBE_EVERY = 50  # one step in 50 is a step of a probe
 REVIEW_STEPS = 64  # most wide steps before the width is chosen again
 TIMED_STEPS = 8  # of a timed call
 TIMED_CALLS = 3  # the fastest counts: a machine is now and then slower than itself, never faster
@@ -50,9 +50,9 @@ class Speculation(StatePart):
 
     # Seconds of a decode step by rows and width; None: nothing is known.
     seconds: Mapping[tuple[int, int], float] | None = None
-    # By draft token 0, 1, ...: row steps that checked it and accepted all before, and of these,
-    # those that accepted the token too; a missing token is not accepted. They fade as new ones
-    # come in.
+    # By draft token 0, 1, ...: row steps that checked the token and accepted all before it
+    # (`reached`), and row steps that accepted the token too. A missing token is not accepted. Old
+    # counts fade as new ones come in.
     reached: list[float] = dataclasses.field(default_factory=list)
     accepted: list[float] = dataclasses.field(default_factory=list)
     steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
@@ -156,7 +156,7 @@ def time_steps(runner: Runner) -> dict[tuple[int, int], float]:
     )
     stop = runner.stop_condition(max_steps=TIMED_STEPS, max_unfinished=-1, max_left=-1)
     seconds = {}
-    for size in runner.buckets.rows:
+    for size in runner.buckets.sizes:
         if size < runner.size:
             runner.compact(size)
         for width in runner.buckets.widths:

@@ -90,10 +90,10 @@ def check_drafts(drafts, shelf, names, age, step) -> int:
     return count
 
 
-def check_sources(sources, shelf, names, step) -> int:
+def check_history(history, shelf, names, step) -> int:
     """Compare all responses of the prompts; returns how many there are."""
-    tokens, lens = sources
-    for array in sources:
+    tokens, lens = history
+    for array in history:
         assert array.sharding.is_fully_replicated
     shape = (len(names), shelf.history, shelf.samples)
     assert tokens.shape == (*shape, R)
@@ -129,7 +129,7 @@ def test_trees_read_no_more_than_their_history(mesh):
         for shelf in (older, newest):
             shelf.put("abcd", rollout, step)
     assert check(store, older, "abcd", age=3, step=4) == 8
-    assert check_sources(store.sources(make_prompts("abcd"), step=4), newest, "abcd", 4) == 8
+    assert check_history(store.history(make_prompts("abcd"), step=4), newest, "abcd", 4) == 8
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -147,7 +147,7 @@ def test_random_operations_like_a_dictionary(make_mesh, shape, generations, hist
             prompts, age = make_prompts(batch), int(rng.integers(1, generations + 1))
             drafts = store.get(prompts, age, step=step)
             count += check_drafts(drafts, shelf, batch, age, step)
-            read += check_sources(store.sources(prompts, step=step), shelf, batch, step)
+            read += check_history(store.history(prompts, step=step), shelf, batch, step)
             if rng.integers(4):
                 rollout = make_rollout(rng, 8 * 2, k)
                 store.put(prompts, rollout, step=step)
@@ -202,8 +202,8 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, make_mesh):
             arrays, host = checkpoints.restore(2, {"store": other.arrays()})
             other.restore(json.loads(json.dumps(host["store"])), arrays["store"])
             assert check(other, saved, "efghijab", step=10) == 16
-            sources = other.sources(make_prompts("abcdefgh"), step=10)
-            assert check_sources(sources, saved, "abcdefgh", 10) == 28
+            history = other.history(make_prompts("abcdefgh"), step=10)
+            assert check_history(history, saved, "abcdefgh", 10) == 28
             for step, names in enumerate(("klabcdef", "abcdefgh"), start=3):
                 store_both(other, saved, names, rng, step)
             assert list(dict(other.host()["slots"])) == list(saved.rows)

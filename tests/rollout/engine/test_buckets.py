@@ -16,7 +16,7 @@ MODEL = ref.ONE_LAYER
 def test_worked_example():
     """That of the module's docstring."""
     buckets = Buckets(MODEL, 64, 8, 32, 4, multiple=2, max_width=4)
-    assert buckets.rows == (64, 32, 16, 8)
+    assert buckets.sizes == (64, 32, 16, 8)
     assert buckets.slots == 8 + 32 + 3
     assert buckets.widths == (1, 2, 4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
@@ -24,9 +24,9 @@ def test_worked_example():
     assert buckets.draft_columns == 32
     assert buckets.block_rows == 12
     assert buckets.refill == 8
-    assert [buckets.rows_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
+    assert [buckets.size_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
     counts = [(32, 1), (16, 16), (17, 0), (9, 4), (4, 4), (0, 0)]
-    assert [buckets.rows_for_shards(n) for n in counts] == [64, 32, 64, 32, 8, 8]
+    assert [buckets.size_for_shards(n) for n in counts] == [64, 32, 64, 32, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_worked_example():
 )
 def test_at_most_max_rows_run_as_many_on_every_shard(make_mesh, shape, max_rows, rows):
     with jax.set_mesh(make_mesh(*shape)):
-        assert ref.make_spec(max_rows=max_rows).buckets(64).rows[0] == rows
+        assert ref.make_spec(max_rows=max_rows).buckets(64).sizes[0] == rows
 
 
 def test_fewer_slots_than_shards_are_refused(make_mesh):
@@ -85,7 +85,7 @@ SIZES = itertools.product((4, 12, 32, 64), (1, 5, 32, 200), (1, 2, 4, 7), (1, 2,
 def test_properties_over_many_sizes():
     for rows, slots, row_buckets, multiple in SIZES:
         buckets = Buckets(MODEL, rows, 8, slots, row_buckets, multiple)
-        sizes = buckets.rows
+        sizes = buckets.sizes
         assert sizes[0] == rows
         assert list(sizes) == sorted(set(sizes), reverse=True)
         assert len(sizes) <= row_buckets
@@ -95,9 +95,9 @@ def test_properties_over_many_sizes():
         # A bucket holds what it is asked for, and no smaller one does.
         own = rows // multiple
         for most in range(own + 1):
-            bucket = buckets.rows_for_shards([most] + [0] * (multiple - 1))
+            bucket = buckets.size_for_shards([most] + [0] * (multiple - 1))
             assert bucket == min(r for r in sizes if r // multiple >= most)
-            assert buckets.rows_below(bucket) < max(most * multiple, 1)
+            assert buckets.size_below(bucket) < max(most * multiple, 1)
         assert 1 <= buckets.refill <= own
         # The chunks hold a sequence for every row of a shard; a block is no more than a shard.
         assert buckets.chunks * buckets.chunk_sequences >= own

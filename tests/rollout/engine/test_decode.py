@@ -10,7 +10,7 @@ import rollout_reference as ref
 from specrl_jax.models.kv_cache import keys_and_values
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
-from specrl_jax.rollout.engine.decode import StopCondition, decode_steps, progress
+from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished, decode_steps
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
@@ -49,13 +49,15 @@ def index_of(tokens, lens):
 
 
 def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
-    """(cache, rows, counts, progress) after decode steps; the last two on the host. stored: tokens
-    and lens of the draft source's responses."""
+    """Return cache, rows, counts and unfinished rows after decode steps; the last two on the host.
+
+    stored: tokens and lens of the draft source's responses.
+    """
     state = None
     if stored is not None:
         state = suffix_match.sync(index_of(*stored), rows.tokens, rows.lens)
     count = len(rows.lens)
-    bounds = {"num_train_rows": count, "shard_rows": count} | bounds
+    bounds = {"shard_train_rows": count, "shard_rows": count} | bounds
     stop = StopCondition.of(**bounds)
     cache, rows, _, made, counts, numbers = decode_steps(
         spec, weights, cache, rows, state, stop, width=width
@@ -178,7 +180,7 @@ def test_steps_stop_at_their_condition_and_go_on_from_there(start):
         assert unfinished <= stop
         assert np.sum(lens > int(counts.steps)) > stop  # not so a step earlier
     done = StopCondition.of(B, B)
-    assert np.asarray(progress(rows, done)).tolist() == [[unfinished, unfinished]]
+    assert np.asarray(count_unfinished(rows, done)).tolist() == [[unfinished, unfinished]]
     cache, rows = begin(spec, weights, prompts)
     for bounds in ({"max_steps": 1}, {"max_unfinished": left - 1}, {}):
         cache, rows, *_ = steps(spec, weights, cache, rows, 1, **bounds)
@@ -192,7 +194,7 @@ def test_only_rows_to_train_on_keep_the_steps_going(start):
     expected = steps(spec, weights, *begin(spec, weights, prompts, max_lens), 1)[1]
     lens = ref.host(expected).lens
     cache, rows = begin(spec, weights, prompts, max_lens)
-    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, num_train_rows=3)
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, shard_train_rows=3)
     most = lens[:3].max()
     assert counts.steps == most - 1 < R - 1
     assert numbers == [[0, np.sum(lens > most)]]
@@ -207,7 +209,7 @@ def test_each_shard_counts_its_own_rows(make_mesh):
         spec = make_spec(eos=(16,))
         max_lens = np.array([2, 2, 3, 5, 3, 4, 6, 2])
         prompts = ref.random_prompts(B, P)
-        shape = {"num_train_rows": 3, "shard_rows": 4}
+        shape = {"shard_train_rows": 3, "shard_rows": 4}
         begun = begin(spec, weights, prompts, max_lens)
         _, _, counts, numbers = steps(spec, weights, *begun, 1, max_steps=2, **shape)
         assert numbers == [[0, 1], [2, 2]]

@@ -57,15 +57,15 @@ def test_prefixes_by_hand(small):
     lens = np.array([5, 4, 2, 2], np.int32)
     rows = [np.array([2, 0, 1]), np.array([2])]
     got = pack_prefixes(buckets, tokens, lens, rows, np.array([3, 2, 0, 0], np.int32))
-    assert got.tokens.shape == (3, 2, 28)
-    assert got.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 9] + [0] * 22  # every prefix once
-    assert got.depths[0, 0, :6].tolist() == [0, 1, 2, 3, 4, 3]
-    assert got.ends[0, 0].tolist() == [6, 6, 6, 5, 5, 6, *range(7, 29)]
-    assert got.tokens[0, 1].tolist() == [7, 7] + [0] * 26
-    assert not got.tokens[1:].any()
+    assert got.sequences.tokens.shape == (3, 2, 28)
+    assert got.sequences.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 9] + [0] * 22  # every prefix once
+    assert got.sequences.depths[0, 0, :6].tolist() == [0, 1, 2, 3, 4, 3]
+    assert got.sequences.ends[0, 0].tolist() == [6, 6, 6, 5, 5, 6, *range(7, 29)]
+    assert got.sequences.tokens[0, 1].tolist() == [7, 7] + [0] * 26
+    assert not got.sequences.tokens[1:].any()
     assert (int(got.count), got.blocks.tolist()) == (1, [2, 0, 0])
     assert got.first_row.tolist() == [[0, 3, 3, 3], [0, 1, 1, 1]]
-    assert got.rows[:, :3].tolist() == [[2, 0, 1], [2, 0, 0]]
+    assert got.row_ids[:, :3].tolist() == [[2, 0, 1], [2, 0, 0]]
     assert got.draft_ends[:, :3].tolist() == [[3, 2, 0], [0, 0, 0]]
     nodes = np.full((2, 5, P + R), -1)
     nodes[0, 0, :5] = [0, 1, 2, 3, 4]
@@ -74,7 +74,8 @@ def test_prefixes_by_hand(small):
     np.testing.assert_array_equal(got.nodes, nodes)
     none = np.zeros((0, P + R), np.int32)
     empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
-    assert [x.shape for x in got] == [x.shape for x in empty]  # whatever the rows
+    shapes = jax.tree.map(np.shape, got)
+    assert shapes == jax.tree.map(np.shape, empty)  # whatever the rows
     assert empty.count == 0
 
 
@@ -301,7 +302,7 @@ def slots_of(case: Case, prefixes, index: np.ndarray) -> np.ndarray:
         none = index == PADDING
         slots = np.concatenate([np.flatnonzero(free & none), np.flatnonzero(free & ~none)])
         slots = slots[slots // (BATCH_SLOTS // pieces) == shard][: len(rows)]
-        order[slots] = prefixes.rows[shard, : len(rows)] + shard * (B // pieces)
+        order[slots] = prefixes.row_ids[shard, : len(rows)] + shard * (B // pieces)
     return order
 
 
@@ -376,7 +377,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
         stop = StopCondition.of(B // pieces // 2, B // pieces)
-        cache, rows, got, progress = extend(
+        cache, rows, got, left = extend(
             case.spec, case.buckets, weights, before, ref.put_rows(batch),
             ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
             prefixes, stop,
@@ -400,4 +401,4 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         np.testing.assert_allclose(mine[begun][filled], theirs[order[begun]][filled], atol=1e-5)
     trained = rows.index % (B // pieces) < B // pieces // 2
     unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
-    np.testing.assert_array_equal(progress, unfinished.sum(axis=2).T)
+    np.testing.assert_array_equal(left, unfinished.sum(axis=2).T)

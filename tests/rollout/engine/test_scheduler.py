@@ -72,7 +72,7 @@ class Seen:
         self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
 
     def _begun(self, runner, row_ids):
-        free = runner.size - runner.unfinished.sum()
+        free = runner.size - runner.unfinished_all.sum()
         assert sum(map(len, row_ids)) <= free
         return "begin", np.concatenate(row_ids).tolist()
 
