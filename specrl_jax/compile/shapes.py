@@ -313,7 +313,7 @@ class AbstractRun:
             returns=estimate.returns,
             turn_ends=None,
             ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
-            weights=batch.old_logprobs if config.algorithm.importance_cap else None,
+            importance_weights=batch.old_logprobs if config.algorithm.importance_cap else None,
             given=array(np.bool_, (rows,), "batch") if config.algorithm.solution_coef else None,
         )
 
