@@ -41,11 +41,11 @@ class TrainBatch:
     prompts: Prompts
     rollout: Rollout
     rewards: np.ndarray  # float32 [Q * G]
-    metrics: dict[str, float]  # of how it came about
-    step: int  # that trains on it
-    epoch: int  # in which its rollouts began
-    rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
-    # float32 [Q * G] of each function of a sum, before its weight; {} where groups wait
+    metrics: dict[str, float]  # of the rollouts
+    step: int  # the step that trains on the batch
+    epoch: int  # the epoch in which the rollouts began
+    rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
+    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     turns: Turns | None = None  # of episodes; None where groups wait
 
@@ -57,7 +57,7 @@ class WholeRollout:
         return True
 
     def add_waiting(self, run: Run, state: RolloutState) -> None:
-        """Add what waits between two steps to a new state, empty."""
+        """Add an empty part to a new state: what will wait between two steps."""
 
     def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         """Return whether the step needs one more rollout after these."""
@@ -88,11 +88,11 @@ class WholeRollout:
         return tokens, jnp.concatenate([lens for _, lens in parts], axis=2)
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
-        """Tell what chooses the next prompts of a rollout's rewards."""
+        """Give a rollout's rewards to what chooses the next prompts."""
         state.stream.observe(responses.prompts, responses.group_rewards)
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
-        """Return what the step trains on; what is left for the next one goes into `state`."""
+        """Return what the step trains on; put what is left for the next step into `state`."""
         (responses,) = rollouts
         rewards = responses.rewards
         return TrainBatch(
@@ -130,7 +130,7 @@ class RunningAhead(WholeRollout):
         self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
     ) -> Drafts | None:
         begun = state.run_ahead
-        if drafts is not None:  # on kept noise the last response holds further than what was begun
+        if drafts is not None:  # on kept noise the last response agrees for longer than `begun`
             kept = state.kept_noise.steps(prompts, state.step) < state.step
             shorter = without_drafts(begun.drafts, kept.reshape(-1))
             begun = dataclasses.replace(begun, drafts=shorter)
@@ -177,9 +177,9 @@ class PartialRollout(WholeRollout):
         config = run.config.rollout
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
-        # No more than the rest of the run trains on: its last step leaves nothing unfinished.
+        # The prompts that the rest of the run trains on: the last step leaves none unfinished.
         rest = max(run.total_steps - state.step + 1, 1) * size
-        # But all that has begun, where the run was made shorter.
+        # All groups that have begun go on, also where the run was made shorter.
         count = max(min(size + config.partial, rest), len(begun))
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
@@ -305,7 +305,7 @@ def make_train_batch(
 ) -> TrainBatch:
     """Return what a step trains on, with the metrics of all its rollouts; seconds: of their clock.
 
-    What is left of the rollouts for the next step goes into `state`.
+    What the rollouts leave for the next step goes into `state`.
     """
     batch = run.collector.batch(run, state, rollouts)
     metrics = batch.metrics | _reward_metrics(run, batch, rollouts)

@@ -112,8 +112,8 @@ class RunLog(contextlib.AbstractContextManager):
         parts = []
         for x in rollouts:
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
-            scores = x.rewards
-            on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
+            rewards = x.rewards
+            on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
             recorded = Recorded(*on_host, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
