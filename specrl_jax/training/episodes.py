@@ -35,7 +35,7 @@ class Turns(NamedTuple):
 
     rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
     ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
-    roles: np.ndarray  # str [B, K], of what the environment answered; "" where nothing follows
+    roles: np.ndarray  # str [B, K], role of the environment's answer to a turn; "" for no answer
 
     @property
     def counts(self) -> np.ndarray:
@@ -111,9 +111,9 @@ class Episodes:
         return answers
 
     def _step(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
-        """Hand over the turns of these rows and wait for all but the last answers.
+        """Hand over the turns of these rows, and wait for answers as `allow_unfinished` says.
 
-        Returns their token ids by row, where rows go on.
+        Returns the token ids of the answers by row, where rows go on.
         """
         self.waits[rows] = True
         self.turns.ends[rows, self.turns.counts[rows]] = lens[rows]
@@ -166,7 +166,10 @@ class Episodes:
         return ids
 
     def _note(self, row: int, total: float, reason: str) -> None:
-        """Note the reward of all turns of a row, and why it has none; the last turn makes it up."""
+        """Note the total reward of a row's turns so far; reason: why it failed, "" if it did not.
+
+        The last turn gets the total less the rewards of the turns before.
+        """
         rewards = self.turns.rewards[row]
         last = self.turns.counts[row] - 1
         rewards[last] = total - np.sum(rewards[:last])
