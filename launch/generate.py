@@ -50,15 +50,15 @@ def main() -> None:
         respond(args.prompt, lambda line, number: print(answer(line, number), flush=True))
         return
     from specrl_jax.evaluation.play import play
-    from specrl_jax.training.build import make_scorer
+    from specrl_jax.training.build import make_responder
 
-    scorer = make_scorer(policy.config, policy.tokenizer)
+    responder = make_responder(policy.config, policy.tokenizer)
 
     def play_line(line: str, number: int) -> None:
         prompt, tab, own = line.partition("\t")
-        play(policy, weights, scorer, prompt, own if tab else args.answer or "", number)
+        play(policy, weights, responder, prompt, own if tab else args.answer or "", number)
 
-    with scorer.pool:
+    with responder.pool:
         respond(args.prompt, play_line)
 
 

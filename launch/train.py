@@ -3,9 +3,9 @@
     python launch/train.py --config=configs/grpo.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
-as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of the run in RUN, under
-settings that may differ from its own in what the weights' shapes do not depend on. --print_config
-prints every field with its value and trains nothing; a run writes them to DIR/config.json.
+as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of RUN. Only some fields
+may differ from RUN's; an error lists them. --print_config prints every field with its value and
+trains nothing; a run writes them to DIR/config.json.
 
 On several hosts the same command runs on each of them, with DIR on a file system that they share.
 Slurm's steps are joined by themselves, TPU pods with --coordinator=auto, others by --coordinator,

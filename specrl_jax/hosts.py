@@ -66,6 +66,20 @@ def gather(value: _T) -> list[_T]:
     return [pickle.loads(x[:n].tobytes()) for x, n in zip(messages, sizes)]
 
 
+def gather_results(function: Callable[[], Any]) -> list[Any]:
+    """Return what a function returns in every process; what it raises in one is raised in all."""
+    own: Any
+    try:
+        own = function()
+    except Exception as error:
+        own = error
+    parts = gather(own)
+    for x in parts:
+        if isinstance(x, Exception):
+            raise x
+    return parts
+
+
 def broadcast(value: _T) -> _T:
     """Return the primary's value; that of the other processes is not read."""
     return gather(value if is_primary() else None)[0]

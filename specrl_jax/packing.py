@@ -21,13 +21,13 @@ class Packing:
 
     share: bool  # rows share their common beginnings
     fill: bool  # a sequence holds as many rows as it has slots for; else one
-    rows: int  # slots of a sequence, in rows of the longest length
+    rows_per_sequence: int  # rows of the longest length that a sequence has slots for
 
 
 PACKINGS: dict[str, Packing] = {
-    "trie": Packing(share=True, fill=True, rows=2),
-    "sequences": Packing(share=False, fill=True, rows=2),
-    "rows": Packing(share=False, fill=False, rows=1),
+    "trie": Packing(share=True, fill=True, rows_per_sequence=2),
+    "sequences": Packing(share=False, fill=True, rows_per_sequence=2),
+    "rows": Packing(share=False, fill=False, rows_per_sequence=1),
 }
 
 

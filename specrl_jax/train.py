@@ -33,10 +33,10 @@ from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.training import memory
 from specrl_jax.training.build import build, init_state, resume
-from specrl_jax.training.collect import TrainBatch, next_rollout, take_batch
-from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.collect import TrainBatch, make_train_batch, next_inputs
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
+from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import RolloutState, Run, RunState
 
@@ -47,53 +47,40 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     Prompts → drafts → rollout → rewards → store until there is a batch, then batch → update → log.
     """
     state.step += 1
-    begin_rollouts(run, state)
-    batch = state.queue.take(log)
-    log.begin(batch.step, batch.epoch)
-    state.count_tokens(batch.rollout)
-    with log.clock.timed("time/update"):
-        values = update_policy(run, state, batch)
-    log.add(values | batch.metrics)
-
-
-def begin_rollouts(run: Run, state: RunState) -> None:
-    """Begin what the weights as they are sample: up to `rollout.staleness` steps ahead."""
+    # Begin rollouts with the current weights until `rollout.staleness` batches are ahead.
     ahead = min(run.config.rollout.staleness, max(run.total_steps - state.step, 0))
     missing = 1 + ahead - len(state.queue)
     if missing > 0:
         weights = state.rollout_weights(run)
     for _ in range(missing):
         state.queue.begin(collect, run, state.rollout, weights)
+    batch = state.queue.take(log)
+    log.begin(batch.step, batch.epoch)
+    with log.clock.timed("time/update"):
+        metrics = update_policy(run, state, batch)
+    log.add(metrics | batch.metrics)
 
 
 def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:
     """Roll out until there is a batch, all with the same copy of the weights."""
     clock = Stopwatch()
     state.begin_step()
-    epoch = state.epoch
     rollouts: list[Responses] = []
     while run.collector.wants_rollout(state, rollouts):
-        rollouts.append(roll_out(run, state, weights, clock))
-    batch = take_batch(run, state, rollouts)
-    metrics = batch.metrics | clock.take()
-    return dataclasses.replace(batch, epoch=epoch, metrics=metrics), rollouts
-
-
-def roll_out(run: Run, state: RolloutState, weights: Params, clock: Stopwatch) -> Responses:
-    """Return responses to the next prompts, with their rewards; `state` has taken them in."""
-    with clock.timed("time/rollout"):
-        prompts, carry_over, previous = next_rollout(run, state)
-        noise = state.noise(prompts)
-    responses = run.scorer.respond(
-        run.rollout_spec,
-        weights,
-        prompts,
-        noise,
-        carry_over=carry_over,
-        speculation=state.speculation,
-        clock=clock,
-    )
-    return state.observe(run, responses, previous)
+        with clock.timed("time/rollout"):
+            prompts, carry_over, previous = next_inputs(run, state)
+            noise = state.noise(prompts)
+        responses = run.responder.respond(
+            run.rollout_spec,
+            weights,
+            prompts,
+            noise,
+            carry_over=carry_over,
+            speculation=state.speculation,
+            clock=clock,
+        )
+        rollouts.append(state.observe(run, responses, previous))
+    return make_train_batch(run, state, rollouts, clock.take()), rollouts
 
 
 def loop(
@@ -138,7 +125,7 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
         weights = move(rollout_weights(run.model, state.policy(run.model)), run.rollout_mesh)
         noise = NoiseKey(state.rollout.key, state.step, Purpose.EVALUATE)
         answered = state.queue.call(
-            evaluate, run.eval_spec, weights, run.held_out, noise, run.scorer
+            evaluate, run.eval_spec, weights, run.held_out, noise, run.responder
         )
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
     log.add({f"reward/eval/{name}": mean for name, mean in mean_by_function(answered).items()})
@@ -169,7 +156,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
     hosts.check_same(run.fingerprints, "give them the same files")
     run = fit.fit(run)
     with (
-        run.scorer.pool,
+        run.responder.pool,
         memory.explain_shortage(config, run.model, len(run.prompts.lens)),
         only_process(workdir),
         Checkpointer(
@@ -184,7 +171,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         if state and state.step >= run.total_steps:
             print(f"{workdir}: finished at step {state.step} of {run.total_steps}, nothing to do")
             return
-        run.scorer.pool.warm_up()
+        run.responder.pool.warm_up()
         if state is None and resume_from:
             state = _resume_from(resume_from, run, params)
         elif state is None:
@@ -209,7 +196,8 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
 def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
     kept = state.arrays()
-    if state.reference:  # where it is read from its source again, it is not among them
+    # A reference that is re-read from its source is not in the checkpoint, but it needs memory.
+    if state.reference:
         kept["reference"] = (state.reference.params, state.reference.adapters)
     programs.compile_run(shapes.of_run(run), kept)
     speculation = state.rollout.speculation
@@ -220,9 +208,9 @@ def prepare(run: Run, state: RunState) -> None:
 
 def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:
     """Time decode steps of the next rollout."""
-    # Its arrays, from a copy of the stream, which gives them once more.
+    # A copy of the stream: the run's first batch is not used up.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
-    prompts, carry_over, _ = next_rollout(run, ahead)
+    prompts, carry_over, _ = next_inputs(run, ahead)
     noise = NoiseKey(state.key, 0)
     return time_decoding(run.rollout_spec, weights, prompts, noise, carry_over)
 

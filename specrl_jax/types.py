@@ -208,7 +208,7 @@ class Batch:
     ref_logprobs: Array | None = None  # float32 [B, R]; None without a reference
     values: Array | None = None  # float32 [B, R], the critic's before the update; None without one
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
-    weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
+    importance_weights: Array | None = None  # float32 [B, R]; None: all 1
     forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
     # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
     # None: among all tokens.

@@ -7,6 +7,7 @@ rule of a file is that of the longest path that holds it. A new file of `specrl_
 import ast
 import graphlib
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -70,7 +71,7 @@ ALLOWED = {
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
         "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",
-        "training/episodes", "training/state",
+        "training/responses", "training/state",
     },
 }  # fmt: skip
 # The stages of a step, and the only modules that may see more than one of them. They import what
@@ -133,11 +134,15 @@ def test_the_package_holds_the_table():
 
 
 def test_no_module_imports_itself_through_others():
-    """Not even inside a function: so every file can be read after those that it imports."""
-    graph = {
-        file: {_module(FILES, name) for _, name in _imports(source)} & FILES.keys() - {file}
-        for file, source in FILES.items()
-    }
+    """Not even inside a function: so every file can be read after those that it imports.
+
+    What is imported for an annotation alone does not count.
+    """
+    types = re.compile(r"^if TYPE_CHECKING:\n(    .*\n)+", re.MULTILINE)
+    graph = {}
+    for file, source in FILES.items():
+        imported = {_module(FILES, name) for _, name in _imports(types.sub("", source))}
+        graph[file] = imported & FILES.keys() - {file}
     graphlib.TopologicalSorter(graph).prepare()
 
 

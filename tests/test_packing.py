@@ -60,8 +60,8 @@ def test_a_sequence_for_as_many_rows_as_it_has_room_for_is_enough(name, seed):
     """Rows of at most 8 tokens, in sequences that hold one or two of the longest ones."""
     tokens, lens = _pad(_random_rows(seed))
     packing = PACKINGS[name]
-    tries, _ = pack(tokens, lens, packing.rows * tokens.shape[1], packing)
-    assert len(tries.tokens) <= -(-len(lens) // packing.rows)
+    tries, _ = pack(tokens, lens, packing.rows_per_sequence * tokens.shape[1], packing)
+    assert len(tries.tokens) <= -(-len(lens) // packing.rows_per_sequence)
 
 
 def test_no_rows_need_no_sequences():
@@ -87,7 +87,7 @@ def test_empty_sequences_see_themselves_as_far_as_they_are_computed():
 def test_every_token_sees_the_tokens_before_it_in_its_rows_and_no_others(name, seed):
     rows, packing = _random_rows(seed), PACKINGS[name]
     tokens, lens = _pad(rows)
-    length = packing.rows * tokens.shape[1]
+    length = packing.rows_per_sequence * tokens.shape[1]
     tries, places = pack(tokens, lens, length, packing)
     i = np.arange(length)
     for row, values in enumerate(rows):

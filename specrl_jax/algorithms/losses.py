@@ -2,7 +2,8 @@
 
 Pure functions of arrays [B, R]: B responses, R slots, float32 nats, with a bool mask that holds on
 the policy's tokens (the end of sequence included). Follows GRPO (arXiv 2402.03300, eq. 3 and 4)
-with the variants named at each function. The four tables hold all choices of `config.algorithm`.
+with the variants named at each function. The four tables hold the choices of
+`algorithm.objective`, `ratio`, `kl_estimator` and `aggregation`.
 
 A loss is a sum over tokens or rows divided by a count. With the count of the whole mini-batch
 passed as `normalizer`, losses and gradients of micro-batches *add up* to the mini-batch's.
@@ -283,9 +284,9 @@ def policy_loss(
     these terms, c the `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
-    batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`, `weights` (w before
-        `capped_weights`), `given` and `mask` are read. What lies outside the mask reaches neither
-        loss, gradient nor sums, be it inf. Rows are whole.
+    batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
+        `importance_weights` (w before `capped_weights`), `given` and `mask` are read. What lies
+        outside the mask reaches neither loss, gradient nor sums, be it inf. Rows are whole.
     normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
@@ -304,7 +305,7 @@ def policy_loss(
     token_log_ratio = logprobs - policies.old
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
     per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
-    values = {
+    per_token_metrics = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
         "ratio_mean": exp_bounded(token_log_ratio),
@@ -313,21 +314,21 @@ def policy_loss(
     }
     if batch.ref_logprobs is not None:
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
-        values["kl"] = k3(ref_log_ratio)
+        per_token_metrics["kl"] = k3(ref_log_ratio)
         if config.kl_coef and not compares_pairs(config.objective):
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
-    if batch.weights is not None:
-        weights = jnp.where(mask, batch.weights, 0)
+    if batch.importance_weights is not None:
+        weights = jnp.where(mask, batch.importance_weights, 0)
         weights, capped = capped_weights(weights, policies, config.importance_cap)
         per_token = per_token * jax.lax.stop_gradient(weights)
-        values["importance_mean"] = weights
-        values["importance_capped"] = capped.astype(logprobs.dtype)
+        per_token_metrics["importance_mean"] = weights
+        per_token_metrics["importance_capped"] = capped.astype(logprobs.dtype)
     if config.entropy_coef:  # exact at each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
     for name, masked in find_masked(config.masks, policies, advantages, mask).items():
         per_token = jnp.where(masked, 0, per_token)
-        values[f"masked_{name}"] = masked.astype(logprobs.dtype)
+        per_token_metrics[f"masked_{name}"] = masked.astype(logprobs.dtype)
     sampled = mask
     sums = {}
     if batch.given is not None:
@@ -338,7 +339,8 @@ def policy_loss(
         sums["given_nll"] = -jnp.sum(logprobs, where=given)
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
-    return loss, sums | {name: jnp.sum(value, where=sampled) for name, value in values.items()}
+    sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}
+    return loss, sums
 
 
 def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:

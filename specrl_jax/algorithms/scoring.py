@@ -47,7 +47,7 @@ class PackedRows:
 
     sequences: Sequences  # [M, m, T]
     count: Array  # int32 [], micro-batches that hold tokens: the first ones
-    rows: Array  # int32 [n], which rows of the batch these are
+    row_ids: Array  # int32 [n], which rows of the batch these are
     nodes: Array  # int32 [n, R], slot in [M * m * T] of a row's response tokens; -1: left out
 
 
@@ -73,9 +73,9 @@ def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> t
     at most; 0: no bound. A shard computes a sequence or `LEAST_TOKENS` in any case.
     """
     pieces = shards("batch")
-    length = round_slots(packing.rows * slots)
+    length = round_slots(packing.rows_per_sequence * slots)
     # So many rows fit in any sequence, and first fit leaves at most one sequence with fewer.
-    total = -(-num_rows // packing.rows)
+    total = -(-num_rows // packing.rows_per_sequence)
     tokens = chunk_tokens()
     if at_once:
         tokens = min(tokens, max(at_once * slots // pieces, LEAST_TOKENS))
@@ -85,7 +85,7 @@ def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> t
 
 def pack_rows(
     update_spec: UpdateSpec,
-    host: RowTokens,
+    row_tokens: RowTokens,
     row_ids: np.ndarray,
     included: np.ndarray | None = None,
 ) -> PackedRows:
@@ -93,9 +93,9 @@ def pack_rows(
 
     included: bool [n], the rows to compute; None: all.
     """
-    tokens = host.tokens[row_ids]
-    prompt_lens = host.prompt_lens[row_ids]
-    lens = prompt_lens + host.response_lens[row_ids]
+    tokens = row_tokens.tokens[row_ids]
+    prompt_lens = row_tokens.prompt_lens[row_ids]
+    lens = prompt_lens + row_tokens.response_lens[row_ids]
     if included is not None:
         lens = np.where(included, lens, 0)
     packing = PACKINGS[update_spec.packing]
@@ -105,14 +105,14 @@ def pack_rows(
     sequences, paths = pack(tokens, lens, length, packing)
     used = -(-len(sequences.tokens) // size)
     sequences = sequences.padded(count * size, used * size)
-    nodes = np.full((len(row_ids), host.slots), -1, np.int32)
+    nodes = np.full((len(row_ids), row_tokens.slots), -1, np.int32)
     for row, path in enumerate(paths):
         response = path[prompt_lens[row] :]
         nodes[row, : len(response)] = response
     return PackedRows(
         sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
         count=put(np.int32(used)),
-        rows=put(row_ids.astype(np.int32), "batch"),
+        row_ids=put(row_ids.astype(np.int32), "batch"),
         nodes=put(nodes, "batch", None),
     )
 
@@ -130,12 +130,12 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
     return PackedRows(
         sequences=jax.tree.map(lambda x: x[None], sequences),
         count=jnp.int32(1),
-        rows=reshard(jnp.arange(rows, dtype=jnp.int32), "batch"),
+        row_ids=reshard(jnp.arange(rows, dtype=jnp.int32), "batch"),
         nodes=first[:, None] + prompt_lens[:, None] + jnp.arange(slots)[None, :],
     )
 
 
-def score(
+def slot_logprobs(
     update_spec: UpdateSpec,
     params: Params,
     critic: Params | None,
@@ -145,29 +145,30 @@ def score(
     """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
     support: from `slot_support`; log-probs are among these tokens, entropies among all.
-    Returns [m, T], what the parent's state says of each slot's token; and the policy's states
+
+    Returns what the parent's state says of each slot's token, [m, T], and the policy's states
     [m, T, D].
     """
     model = Transformer(update_spec.model, params)
     states_mTD = _states(model, sequences)
     hidden_mTD = take_slots(states_mTD, sequences.parents)
 
-    def score_chunk(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
+    def read_logits(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
         logits = logits / update_spec.temperature
         return token_logprobs(logits, *inputs), entropy(logits)
 
     chunk = update_spec.logits_chunk
-    scores = map_tokens(score_chunk, model, hidden_mTD, (sequences.tokens, support_mTk), chunk)
+    columns = map_tokens(read_logits, model, hidden_mTD, (sequences.tokens, support_mTk), chunk)
     if critic is None:
-        return TokenLogprobs(*scores, values=None), states_mTD
+        return TokenLogprobs(*columns, values=None), states_mTD
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
         hidden_mTD = take_slots(_states(decoder, sequences), sequences.parents)
-    return TokenLogprobs(*scores, token_values(critic, hidden_mTD)), states_mTD
+    return TokenLogprobs(*columns, token_values(critic, hidden_mTD)), states_mTD
 
 
-def read_nodes(scores: Any, nodes_nR: Array) -> Any:
-    """Return scores [n, R] of rows from a pytree of slots' [..., T]; 0 where a node has no slot."""
+def read_nodes(slots: Any, nodes_nR: Array) -> Any:
+    """Return what rows hold, [n, R], from a pytree of slots [..., T]; 0 for a node without slot."""
 
     def read(x: Array) -> Array:
         flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
@@ -175,7 +176,7 @@ def read_nodes(scores: Any, nodes_nR: Array) -> Any:
         picked = flat.at[jnp.where(inside, nodes_nR, 0)].get(out_sharding=axes("batch", None))
         return jnp.where(inside, picked, 0)
 
-    return jax.tree.map(read, scores)
+    return jax.tree.map(read, slots)
 
 
 def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
@@ -207,7 +208,7 @@ def logprobs(
 
     def read(part: Sequences, nodes_nR: Array) -> Array:
         support = slot_support(support_nRk, nodes_nR, part)
-        return score(update_spec, params, None, part, support)[0].logprobs
+        return slot_logprobs(update_spec, params, None, part, support)[0].logprobs
 
     return _map_micro_batches(read, packed)
 
@@ -221,9 +222,11 @@ def critic_values(
 ) -> Array:
     """Return the critic's values [n, R] of packed rows. frozen: as in `update.update`."""
     policy = adapted(update_spec.model, state.params, frozen)
-    return _map_micro_batches(
-        lambda part, _: score(update_spec, policy, state.critic, part)[0].values, packed
-    )
+
+    def read(part: Sequences, _: Array) -> Array:
+        return slot_logprobs(update_spec, policy, state.critic, part)[0].values
+
+    return _map_micro_batches(read, packed)
 
 
 @jax.jit

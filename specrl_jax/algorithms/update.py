@@ -1,4 +1,4 @@
-"""Optimizer step: scores under the current weights → losses → gradients → AdamW.
+"""Optimizer step: log-probs under the current weights → losses → gradients → AdamW.
 
 A mini-batch is a set of packed rows of the step's `Batch`. The gradients of its micro-batches are
 added, so that the result does not depend on how it is cut.
@@ -17,7 +17,13 @@ from jax import Array
 from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
 from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_loss, value_loss
 from specrl_jax.algorithms.preference import weigh_pairs
-from specrl_jax.algorithms.scoring import PackedRows, logprobs, read_nodes, score, slot_support
+from specrl_jax.algorithms.scoring import (
+    PackedRows,
+    logprobs,
+    read_nodes,
+    slot_logprobs,
+    slot_support,
+)
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
@@ -27,7 +33,7 @@ from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 Sums = dict[str, Array]  # float32 scalars, added over micro-batches
 # Of the policy, the critic and the draft head.
-Weights = tuple[Params, Params | None, Params | None]
+Gradients = tuple[Params, Params | None, Params | None]
 
 
 def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> Batch:
@@ -93,7 +99,7 @@ def update(
     """
     before = state
     (grads, critic_grads, head_grads), sums = _gradients(
-        update_spec, state, take_rows(batch, packed.rows), packed, frozen
+        update_spec, state, take_rows(batch, packed.row_ids), packed, frozen
     )
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
@@ -135,48 +141,46 @@ def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
 def _gradients(
     update_spec: UpdateSpec,
     state: PolicyState,
-    rows: Batch,
+    batch: Batch,
     packed: PackedRows,
     frozen: Params | None,
-) -> tuple[Weights, Sums]:
+) -> tuple[Gradients, Sums]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
     pair_sums: Sums = {}
     if compares_pairs(update_spec.loss.objective):
         policy = adapted(update_spec.model, state.params, frozen)
-        before = logprobs(update_spec, policy, packed, rows.support)
-        rows, pair_sums = weigh_pairs(rows, before, update_spec.loss)
+        before = logprobs(update_spec, policy, packed, batch.support)
+        batch, pair_sums = weigh_pairs(batch, before, update_spec.loss)
     weights = (state.params, state.critic)
     policy_count = update_spec.loss.token_budget
     if not policy_count:
-        policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
-    token_count = jnp.sum(rows.mask)
-    computed_count = jnp.sum(rows.mask & (packed.nodes >= 0))
+        policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
+    token_count = jnp.sum(batch.mask)
+    computed_count = jnp.sum(batch.mask & (packed.nodes >= 0))
     size = packed.sequences.tokens[0].size
 
     def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         trained, critic_params = weights
         params = adapted(update_spec.model, trained, frozen)
         support = slot_support(part.support, nodes, sequences)
-        scores, states = score(update_spec, params, critic_params, sequences, support)
-        scores = read_nodes(scores, nodes)
-        total, sums = policy_loss(
-            scores.logprobs, scores.entropy, part, update_spec.loss, policy_count
-        )
+        slots, states = slot_logprobs(update_spec, params, critic_params, sequences, support)
+        rows = read_nodes(slots, nodes)
+        total, sums = policy_loss(rows.logprobs, rows.entropy, part, update_spec.loss, policy_count)
         sums["loss"] = total
-        if scores.values is not None:
+        if rows.values is not None:
             critic = update_spec.critic
-            error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
+            error, critic_sums = value_loss(rows.values, part, critic.clip, token_count)
             total = total + critic.coef * error
             sums = sums | critic_sums
         return total, (sums, states)
 
-    def differentiate(index: Array) -> tuple[Weights, Sums]:
+    def differentiate(index: Array) -> tuple[Gradients, Sums]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
-        # A row lies in one sequence. Of the others, no token counts.
+        # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
-        part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
+        part = dataclasses.replace(batch, response_lens=jnp.where(here, batch.response_lens, 0))
         grads, (sums, states) = jax.grad(loss, has_aux=True)(weights, part, sequences, nodes)
         if head is None:
             return (*grads, None), sums
@@ -186,7 +190,7 @@ def _gradients(
         )
         return (*grads, head_grads), sums | head_sums
 
-    def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:
+    def accumulate(index: Array, total: tuple[Gradients, Sums]) -> tuple[Gradients, Sums]:
         return jax.tree.map(jnp.add, total, differentiate(index))
 
     _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))

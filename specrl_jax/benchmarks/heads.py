@@ -60,7 +60,7 @@ def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
     prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()
     state = init_state(run, params)
     rows = []
-    with run.scorer.pool:
+    with run.responder.pool:
         for steps in sorted({0, drift}):
             while state.step < steps:
                 train.step(run, state, RunLog(run))

@@ -109,7 +109,7 @@ def _write_and_train(
         generate(run.rollout_spec, older, prompts, NoiseKey(run.key, step)).rollout
         for step in steps
     ]
-    with run.scorer.pool:
+    with run.responder.pool:
         for _ in range(drift):
             train.step(run, state, RunLog(run))
     return written, rollout_weights(run.model, state.policy(run.model))

@@ -82,7 +82,7 @@ def _measure_case(config) -> tuple[dict[str, Any], int]:
     def step() -> float:
         return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
 
-    with run.scorer.pool:
+    with run.responder.pool:
         first = step()
         started = time.perf_counter()
         second = step()

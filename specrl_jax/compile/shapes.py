@@ -312,7 +312,7 @@ class AbstractRun:
             returns=estimate.returns,
             turn_ends=None,
             ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
-            weights=batch.old_logprobs if config.algorithm.importance_cap else None,
+            importance_weights=batch.old_logprobs if config.algorithm.importance_cap else None,
             given=array(np.bool_, (rows,), "batch") if config.algorithm.solution_coef else None,
         )
 
@@ -322,8 +322,8 @@ class AbstractRun:
         slots = settings.data.prompt_len + settings.rollout.response_len
         tokens = np.zeros((rows, slots), np.int32)
         lens = np.zeros(rows, np.int32)
-        host = RowTokens(tokens, lens, lens + 1, settings.rollout.response_len)
-        return abstract(lambda: pack_rows(self.update_spec, host, np.arange(rows)))
+        row_tokens = RowTokens(tokens, lens, lens + 1, settings.rollout.response_len)
+        return abstract(lambda: pack_rows(self.update_spec, row_tokens, np.arange(rows)))
 
 
 UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from ml_collections import ConfigDict
 
 from specrl_jax.config.fields import meaning
-from specrl_jax.config.kinds import table
+from specrl_jax.config.kinds import load
 
 Check = tuple[str, str, bool]
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
-    group_size = table("training.group_buffer:trained_group_size")(config)
+    group_size = load("training.group_buffer:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
     mini = config.updates.mini_batch_size
     yield (
@@ -42,7 +42,7 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
 def _groups(config: ConfigDict) -> Iterator[Check]:
     group = config.rollout.group_size
     settings = config.curriculum
-    advantage = table("algorithms.advantages:choose_advantage")(config)
+    advantage = load("algorithms.advantages:choose_advantage")(config)
     compares = advantage.min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group >= 2
@@ -60,10 +60,10 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
 
 def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of an advantage that takes the rewards of a sum apart."""
-    if not table("algorithms.advantages:choose_advantage")(config).by_function:
+    if not load("algorithms.advantages:choose_advantage")(config).by_function:
         return
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
-    is_sum = len(table("inputs:reward_terms")(config.reward.name)) > 1
+    is_sum = len(load("inputs:reward_terms")(config.reward.name)) > 1
     yield "reward.name", f"a sum of functions {where}", is_sum
     rule = f"0 {where} (it takes the rewards before they are summed)"
     yield "reward.threshold", rule, not config.reward.threshold
@@ -77,7 +77,7 @@ def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
 
 def _turns(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of an advantage that takes turns apart."""
-    if not table("algorithms.advantages:choose_advantage")(config).by_turn:
+    if not load("algorithms.advantages:choose_advantage")(config).by_turn:
         return
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
     yield "environment.name", f"an environment {where}", config.environment.name != ""
@@ -94,9 +94,9 @@ def _turns(config: ConfigDict) -> Iterator[Check]:
 def _pairs(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of an objective of preference pairs."""
     algorithm = config.algorithm
-    compares = table("algorithms.losses:compares_pairs")(algorithm.objective)
+    compares = load("algorithms.losses:compares_pairs")(algorithm.objective)
     where = f"where algorithm.objective is {algorithm.objective}"
-    pairs = table("algorithms.advantages:choose_advantage")(config).pairs
+    pairs = load("algorithms.advantages:choose_advantage")(config).pairs
     yield "algorithm.advantage", f"another one than pair {where}", compares or not pairs
     yield "algorithm.advantage", f"pair {where}", pairs or not compares
     if not compares:
@@ -120,15 +120,15 @@ def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of updates that do not take every row once."""
     algorithm = config.algorithm
     updates = config.updates
-    pairs = table("algorithms.losses:compares_pairs")(algorithm.objective)
+    pairs = load("algorithms.losses:compares_pairs")(algorithm.objective)
     objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     if meaning(config, "updates.select") is not None:
         where = f"where updates.select is {updates.select}"
-        group = table("training.group_buffer:trained_group_size")(config)
+        group = load("training.group_buffer:trained_group_size")(config)
         rule = f"all where a step trains on groups of {group} (half of a group's pairs stay)"
         yield "updates.select", rule, group % 4 == 0
         yield "updates.select", f"all {objective}", not pairs
-        advantage = table("algorithms.advantages:choose_advantage")(config)
+        advantage = load("algorithms.advantages:choose_advantage")(config)
         rule = f"none {where} (it compares responses of a group)"
         yield "critic.kind", rule, not advantage.needs_critic
         rule = f"0 {where} (a solution has no advantage)"
@@ -144,7 +144,7 @@ def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     yield "updates.token_budget", f"0 {objective}", not pairs
     rule = f"0 {where} (it may leave the solution out)"
     yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    by_token = meaning(config, "algorithm.aggregation") is table("algorithms.losses:TOKEN_MEAN")
+    by_token = meaning(config, "algorithm.aggregation") is load("algorithms.losses:TOKEN_MEAN")
     yield "algorithm.aggregation", f"token {where} (it is what the sum is divided by)", by_token
 
 
@@ -219,7 +219,7 @@ def _staleness(config: ConfigDict) -> Iterator[Check]:
 def _forks(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of groups whose rows fork."""
     rollout = config.rollout
-    advantage = table("algorithms.advantages:choose_advantage")(config)
+    advantage = load("algorithms.advantages:choose_advantage")(config)
     rule = "another one where rollout.fork.segment is 0 (no responses fork)"
     yield "algorithm.advantage", rule, rollout.fork.segment or not advantage.needs_forks
     if not rollout.fork.segment:
@@ -229,7 +229,7 @@ def _forks(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.fork.segment", rule, rollout.fork.segment < rollout.response_len
     rule = f"<= rollout.group_size = {rollout.group_size}"
     yield "rollout.fork.roots", rule, rollout.fork.roots <= rollout.group_size
-    lossless = table("rollout.engine.spec:acceptance_rule")(config).samples_anew
+    lossless = load("rollout.engine.spec:acceptance_rule")(config).samples_anew
     rule = f"match {where} (other rules draw with the noise of the row itself)"
     yield "rollout.accept", rule, lossless
     rule = f"0 {where} (a response has the noise of those that it forked from)"
@@ -260,7 +260,7 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
 def _task(config: ConfigDict) -> Iterator[Check]:
     source = config.tokenizer.source
     model = config.model.source
-    by_character = source in table("data.tokenizer:OF_ALPHABET")
+    by_character = source in load("data.tokenizer:OF_ALPHABET")
     rule = f'"" or of a model where model.source is {model!r}'
     yield "tokenizer.source", rule, not (model and by_character)
     rule = f"False where tokenizer.source is {source}"
@@ -268,14 +268,14 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     yield "tokenizer.chat", rule, not (by_character and chat)
     data = config.data.source
     reward = config.reward.name
-    find_scorer = table("rewards.scorers:find_scorer")
-    for function in table("inputs:reward_terms")(reward):
+    find_scorer = load("rewards.scorers:find_scorer")
+    for function in load("inputs:reward_terms")(reward):
         rule = f"another one where data.source is {data} ({function} scores only its own tasks)"
         yield "reward.name", rule, find_scorer(function).source in ("", data)
 
 
 def _adapters(config: ConfigDict) -> Iterator[Check]:
-    weights = table("models.parameters:ADAPTED")
+    weights = load("models.parameters:ADAPTED")
     found = False
     with contextlib.suppress(re.error):
         found = any(re.search(config.lora.targets, name) for name in weights)
@@ -305,7 +305,7 @@ def _solutions(config: ConfigDict) -> Iterator[Check]:
     yield coef, "0 where environment.name is set (a solution is one response)", not turns
     critic = config.critic.kind
     rule = f"0 where critic.kind is {critic} (it values what the policy wrote)"
-    yield coef, rule, not table("algorithms.advantages:has_critic")(critic)
+    yield coef, rule, not load("algorithms.advantages:has_critic")(critic)
     rule = "0 where algorithm.dynamic_sampling is True (it leaves unsolved groups out)"
     yield coef, rule, not config.algorithm.dynamic_sampling
     curriculum = config.curriculum.name

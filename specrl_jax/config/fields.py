@@ -28,8 +28,8 @@ from specrl_jax.config.kinds import (
     Kind,
     get,
     integer,
+    load,
     one_of,
-    table,
     within,
 )
 from specrl_jax.inputs import reward_terms
@@ -48,7 +48,7 @@ class When:
 
 def meaning(config: ConfigDict, field: str) -> Any:
     """Return what the name in `field` stands for, in the table of its choices."""
-    return table(FIELDS[field].kind.names[-1])[get(config, field)]
+    return load(FIELDS[field].kind.names[-1])[get(config, field)]
 
 
 def _draft(config: ConfigDict) -> Any:
@@ -67,7 +67,7 @@ def _chooses_prompts(name: str) -> Callable[[ConfigDict], bool]:
     """Test whether the curriculum is the class of this name."""
 
     def holds(config: ConfigDict) -> bool:
-        return issubclass(meaning(config, "curriculum.name"), table(f"data.curriculum:{name}"))
+        return issubclass(meaning(config, "curriculum.name"), load(f"data.curriculum:{name}"))
 
     return holds
 
@@ -81,7 +81,7 @@ RANDOM_WEIGHTS = When("model.source", lambda c: not c.model.source, "")
 ADAPTERS = When("lora.rank", lambda c: c.lora.rank > 0, "8")
 ALPHABET = When(
     "tokenizer.source",
-    lambda c: c.tokenizer.source in table("data.tokenizer:OF_ALPHABET"),
+    lambda c: c.tokenizer.source in load("data.tokenizer:OF_ALPHABET"),
     "characters",
 )
 SPECIAL_TOKENS = When("tokenizer.source", lambda c: not ALPHABET.holds(c), "")
@@ -99,7 +99,7 @@ TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
 ANSWER_PART = When(
     "reward.name",
-    lambda c: table("rewards.scorers:reads_answer_part")(c.reward.name, c.reward.extract),
+    lambda c: load("rewards.scorers:reads_answer_part")(c.reward.name, c.reward.extract),
     "math",
 )
 OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")
@@ -117,27 +117,27 @@ VERIFIED = When("rollout.accept", lambda c: not _rule(c).samples_anew)
 INEXACT = When("rollout.accept", lambda c: not _rule(c).exact)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
 KEPT_NOISE = When(
-    "rollout.accept", lambda c: table("rollout.engine.spec:acceptance_rule")(c).samples_anew
+    "rollout.accept", lambda c: load("rollout.engine.spec:acceptance_rule")(c).samples_anew
 )
 SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")
 BY_GROUP = When(
     "critic.kind",
-    lambda c: not table("algorithms.advantages:choose_advantage")(c).needs_critic,
+    lambda c: not load("algorithms.advantages:choose_advantage")(c).needs_critic,
     "none",
 )
 BY_TURN = When(
     "algorithm.advantage",
-    lambda c: table("algorithms.advantages:choose_advantage")(c).by_turn,
+    lambda c: load("algorithms.advantages:choose_advantage")(c).by_turn,
     "turn",
 )
 DUAL_CLIP = When(
     "algorithm.objective",
-    lambda c: meaning(c, "algorithm.objective") is table("algorithms.losses:clipped_surrogate"),
+    lambda c: meaning(c, "algorithm.objective") is load("algorithms.losses:clipped_surrogate"),
 )
 
 
 def _compares_pairs(config: ConfigDict) -> bool:
-    return table("algorithms.losses:compares_pairs")(config.algorithm.objective)
+    return load("algorithms.losses:compares_pairs")(config.algorithm.objective)
 
 
 TOP_K = When("rollout.top_k", lambda c: c.rollout.top_k > 0, "20")
@@ -153,7 +153,7 @@ SEVERAL_ROLLOUTS = When(
     lambda c: c.algorithm.dynamic_sampling or meaning(c, "curriculum.name").screens,
     "True",
 )
-CRITIC = When("critic.kind", lambda c: table("algorithms.advantages:has_critic")(c.critic.kind))
+CRITIC = When("critic.kind", lambda c: load("algorithms.advantages:has_critic")(c.critic.kind))
 NO_CRITIC = When("critic.kind", lambda c: not CRITIC.holds(c), "none")
 NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef or _compares_pairs(c), "0")
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
@@ -165,13 +165,13 @@ RATES = When(
 )
 NEAREST = When(
     "curriculum.select",
-    lambda c: meaning(c, "curriculum.select") is table("data.curriculum:DISTANCES")["nearest"],
+    lambda c: meaning(c, "curriculum.select") is load("data.curriculum:DISTANCES")["nearest"],
     "nearest",
 )
 EASY_TO_HARD = When("curriculum.name", _chooses_prompts("EasyToHard"))
 GAUSSIAN = When(
     "curriculum.schedule",
-    lambda c: meaning(c, "curriculum.schedule") is table("data.curriculum:SCHEDULES")["gaussian"],
+    lambda c: meaning(c, "curriculum.schedule") is load("data.curriculum:SCHEDULES")["gaussian"],
     "gaussian",
 )
 STALE = When("rollout.staleness", lambda c: c.rollout.staleness > 0, "1")
@@ -183,8 +183,8 @@ EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
 # Rows -----------------------------------------------------------------------------------------
 
 # When a field may change.
-ORIGIN = "where a run begins with another's checkpoint"
-RUN = "there, and where a run is resumed"
+ORIGIN = "where a new run begins with another run's checkpoint"
+RUN = "where a run is resumed, and where a new run begins with another run's checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +193,10 @@ class Field:
 
     kind: Kind
     when: tuple[When, ...]  # it has an effect where all hold; the first that does not is named
-    idle: Any = None  # value that holds anyway where it has no effect, and so may be given
+    idle: Any = None  # the one value that may be given where the field has no effect
     may_change: str = ""  # ORIGIN or RUN; "": never, once a run has begun
-    task: Any = None  # value where there is no task yet; None: it is of no task
-    files: Any = None  # the same where the task comes from files or a data set
+    task: Any = None  # value for "no task chosen"; None: the field does not depend on the task
+    files: Any = None  # the same value where the task comes from files or a data set
 
 
 def _row(kind: Kind, *when: When, **more: Any) -> Field:

@@ -16,8 +16,8 @@ MAX_FLOAT = 3.4e38
 Rule = tuple[str, Callable[[Any], bool]]
 
 
-def table(name: str) -> Any:
-    """Import what "module:NAME" stands for below specrl_jax."""
+def load(name: str) -> Any:
+    """Import "module:NAME" below specrl_jax when it is needed."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
 
@@ -44,7 +44,8 @@ class Kind:
     names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
 
     def choices(self) -> tuple[str, ...]:
-        return tuple(n for name in self.names for n in (table(name) if ":" in name else [name]))
+        """Return the names of a choice."""
+        return tuple(n for name in self.names for n in (load(name) if ":" in name else [name]))
 
     def broken(self, value: Any) -> str:
         """Return the rule that a value breaks, in words; "" where it breaks none."""

@@ -1,8 +1,8 @@
 """Choice of the next prompts: one entry of `CURRICULA` for each `curriculum.name`.
 
 Takes encoded prompts and their rewards (`observe`); gives batches of `Prompts`. The choice is a
-pure function of the seed and of what was observed. Where prompts are chosen anew each time, there
-are no epochs: a draft is the prompt's last response, however old.
+pure function of the seed and of the observed rewards. `mopps` and `easy_to_hard` draw each batch
+anew from all prompts, so they have no epochs: a draft is the prompt's last response, however old.
 """
 
 import copy
@@ -20,9 +20,9 @@ from specrl_jax.types import Example, Prompts, StatePart
 class PromptStream(StatePart):
     """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
 
-    The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
-    the `leftover` prompts after them are left out of that epoch, others of the next. `epoch` and
-    `step` (within it) are those of the next batch.
+    The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches and
+    leaves out the last `leftover` prompts of its order; the next epoch leaves out others. `epoch`
+    and `step` (within the epoch) are those of the next batch.
 
     settings: `config.curriculum`. total_steps: of the run.
     """
@@ -59,7 +59,7 @@ class PromptStream(StatePart):
         self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
 
     def begin(self, step: int) -> None:
-        """Step `step` of the run begins (from 1)."""
+        """Note that step `step` of the run begins, from 1."""
 
     def next(self) -> Prompts:
         """Return the next batch, [Q, P]."""
@@ -68,8 +68,8 @@ class PromptStream(StatePart):
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
         """Return the next `count` prompts: none twice, none whose prompt_id is in `busy`.
 
-        A prompt that is passed over is taken first later on. Raises ValueError where the data has
-        too few prompts.
+        A prompt that is passed over now comes first in a later call. Raises ValueError where the
+        data has too few prompts.
         """
         taken = []
         out = set(busy)
@@ -104,7 +104,7 @@ class PromptStream(StatePart):
             )
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
-        """Q prompts had these rewards, float [Q, G]."""
+        """Note the rewards of Q prompts, float [Q, G]."""
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """Return the prompts of these ids, in this order."""
@@ -130,7 +130,7 @@ class PromptStream(StatePart):
         return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
-        """Goes on where `host` was taken. Raises ValueError if the order is another by now."""
+        """Go on where `host` was taken; raises ValueError where seed, batch size or data differ."""
         for name, now in self.host().items():
             if name in self._place:
                 setattr(self, name, host[name])
@@ -149,14 +149,14 @@ class Screened(PromptStream):
 
 
 class _Chooser(PromptStream):
-    """Prompts chosen anew each time from all that are not busy, with noise of their own."""
+    """Draws each batch anew, from all prompts that are not busy."""
 
     foresees = False
     _place = ("draws", "taken")
     draws = taken = 0
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
-        """`count` prompts: none twice, none whose prompt_id is in `busy`."""
+        """Return `count` prompts: none twice, none whose prompt_id is in `busy`."""
         out = {self._rows[name] for name in busy}
         self._check_count(count + len(out))
         free = np.array([row for row in range(len(self._ids)) if row not in out])
@@ -178,11 +178,11 @@ class _Chooser(PromptStream):
 class ByPassRate(_Chooser):
     """MoPPS (arXiv 2507.04632): the prompts whose pass rate is likely near a target.
 
-    Each prompt has a Beta posterior of its pass rate, at first Beta(1, 1). `candidates` times as
-    many prompts as are asked for are drawn at random. A rate is sampled for each (Thompson
-    sampling), and `settings.select` chooses by it: the prompts nearest to `target`, or the first
-    with a rate in [`low`, `high`], and after them those nearest to it. After G rewards r, cut to
-    [0, 1],
+    Each prompt has a Beta posterior of its pass rate, at first Beta(1, 1). For n prompts,
+    `candidates` · n prompts are drawn at random, and a pass rate is sampled for each (Thompson
+    sampling). The n candidates whose rates have the least distance are taken, ties in the order of
+    the draw: the distance from `target` with `settings.select` = nearest, from the range
+    [`low`, `high`] with threshold. After G rewards r, cut to [0, 1],
 
         α ← λα + (1 − λ) + Σr        β ← λβ + (1 − λ) + Σ(1 − r)
 
@@ -195,13 +195,13 @@ class ByPassRate(_Chooser):
         super().__init__(*args)
         self.posterior: dict[str, list[float]] = {}  # prompt_id → [α, β], of those with evidence
 
-    def _of(self, prompt_id: str) -> list[float]:
+    def _alpha_beta(self, prompt_id: str) -> list[float]:
         return self.posterior.get(prompt_id, [1.0, 1.0])
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         size = min(max(round(self._settings.candidates * count), count), len(free))
         drawn = rng.choice(len(free), size, replace=False)
-        rates = rng.beta(*np.array([self._of(self._ids[row]) for row in free[drawn]]).T)
+        rates = rng.beta(*np.array([self._alpha_beta(self._ids[row]) for row in free[drawn]]).T)
         distance = DISTANCES[self._settings.select](rates, self._settings)
         return drawn[np.argsort(distance, kind="stable")[:count]]
 
@@ -211,11 +211,11 @@ class ByPassRate(_Chooser):
         for example, group in zip(prompts.examples, rewards, strict=True):
             prompt_id = example.base_id
             evidence = np.array([group.sum(), (1 - group).sum()])
-            faded = decay * np.array(self._of(prompt_id)) + (1 - decay)
+            faded = decay * np.array(self._alpha_beta(prompt_id)) + (1 - decay)
             self.posterior[prompt_id] = (faded + evidence).tolist()
 
 
-# By `curriculum.select`: how far rates are from those that are wanted.
+# By `curriculum.select`: the distance of pass rates, float [n], from the wanted ones.
 DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "nearest": lambda rates, settings: np.abs(rates - settings.target),
     "threshold": lambda rates, settings: np.abs(
@@ -227,11 +227,11 @@ DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 class EasyToHard(_Chooser):
     """E2H (arXiv 2506.06632): levels of difficulty, drawn by a schedule from easy to hard.
 
-    The prompts form K levels: by their difficulty, ties by prompt_id, cut into `settings.levels`
-    parts of equal size, or one level for each value that the difficulty has. At progress p, the
-    share of the run's steps that are done, each prompt of a batch is of level k with probability
-    `SCHEDULES[settings.schedule](p, K, settings)[k]`, and any prompt of it that is not taken. A
-    level of which all prompts are taken is not drawn.
+    The prompts form K levels. With `settings.levels` > 0 the prompts are sorted by difficulty, ties
+    by prompt_id, and cut into that many levels of equal size; else each difficulty is a level.
+    Progress p is the share of the run's steps that are done. For each prompt of a batch a level is
+    drawn, level k with probability `SCHEDULES[settings.schedule](p, K, settings)[k]`, and then one
+    of the level's free prompts. A level without free prompts is not drawn.
     """
 
     def __init__(self, encoded: EncodedDataset, *args: Any):
@@ -262,7 +262,7 @@ class EasyToHard(_Chooser):
         left = np.diff(ends, prepend=0)
         chosen = []
         for _ in range(count):
-            # Where the levels that the schedule wants are empty, all others are alike.
+            # Levels of share 0 are drawn, all alike, only where the other levels are empty.
             odds = np.where(left > 0, np.maximum(shares, np.finfo(float).tiny), 0.0)
             level = rng.choice(size, p=odds / odds.sum())
             left[level] -= 1
@@ -272,26 +272,26 @@ class EasyToHard(_Chooser):
 
 
 def _classic(progress: float, levels: int, settings: Any) -> np.ndarray:
-    """One level after another, each for as many steps."""
+    """Return the share 1 for one level: one level after another, for equally many steps."""
     return np.eye(levels)[min(int(progress * levels), levels - 1)]
 
 
 def _balanced(progress: float, levels: int, settings: Any) -> np.ndarray:
-    """All levels alike, at any time."""
+    """Return equal shares at any progress."""
     return np.full(levels, 1 / levels)
 
 
 def _cosine(progress: float, levels: int, settings: Any) -> np.ndarray:
-    """E2H-C: from shares ∝ K, K − 1, ... 1 to 1, 2, ... K, by a half cosine wave."""
+    """Return the shares of E2H-C: from ∝ K, K − 1, ... 1 to ∝ 1, 2, ... K, by half a cosine."""
     rising = np.arange(1, levels + 1) / (levels * (levels + 1) / 2)
     easy = (1 + np.cos(np.pi * progress)) / 2
     return easy * rising[::-1] + (1 - easy) * rising
 
 
 def _gaussian(progress: float, levels: int, settings: Any) -> np.ndarray:
-    """E2H-G: ∝ exp(−(k − μ)² / 2σ²), μ = p^exponent (K − 1); σ in levels.
+    """Return the shares of E2H-G: ∝ exp(−(k − μ)² / 2σ²), μ = p^exponent (K − 1); σ in levels.
 
-    With `settings.floor` each level keeps at least the least share of `_cosine`, 2 / K(K + 1).
+    With `settings.floor` each level has a share of at least 2 / K(K + 1), the least of `_cosine`.
     """
     mean = progress**settings.mean_exponent * (levels - 1)
     scores = -np.square(np.arange(levels) - mean) / (2 * settings.sigma**2)
@@ -343,7 +343,7 @@ def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> P
 def part_of(prompts: Prompts, first: int) -> Prompts:
     """Return the same prompts for their responses from `first` on, under ids "ID+first".
 
-    A group can so be sampled and stored in parts, each with noise of its own. The first part has
+    So a group can be sampled and stored in parts, each with noise of its own. The first part has
     the plain ids.
     """
     if first == 0:

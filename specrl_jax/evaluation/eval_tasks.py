@@ -29,9 +29,9 @@ from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import require_package
 from specrl_jax.rewards.scorers import SCORERS
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.training.build import make_scorer
-from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.build import make_responder
 from specrl_jax.training.evaluate import evaluate, figures, group_rewards
+from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"
@@ -95,8 +95,8 @@ def measure_task(
     encoded = dataclasses.replace(encoded, tokens=encoded.tokens[:, : encoded.lens.max()])
     weights = policy.weights()
     rows = []
-    scorer = make_scorer(config, policy.tokenizer)
-    with scorer.pool:
+    responder = make_responder(config, policy.tokenizer)
+    with responder.pool:
         for count, warmth in ((1, 0.0), (samples, temperature)):
             if not count:
                 continue
@@ -104,7 +104,7 @@ def measure_task(
             spec = policy.spec(encoded.tokens.shape[1], count, warmth)
             spec = fit_evaluation(spec, weights, policy.params, size * count)
             batches = eval_batches(encoded, size)
-            answered = evaluate(spec, weights, batches, policy.noise(), scorer)
+            answered = evaluate(spec, weights, batches, policy.noise(), responder)
             decoding = f"T={warmth:g}" if warmth else "greedy"
             same = {"task": task.name, "decoding": decoding, "prompts": len(encoded.lens)}
             rows += [same | row for row in _rows(answered, spec)]
@@ -124,7 +124,7 @@ def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, An
     for responses in answered:
         real = np.arange(responses.num_rows)
         cut.append(~spec.ended(responses.tokens[real], responses.lens[real]))
-        failed.append(responses.scores.failed[real])
+        failed.append(responses.rewards.failed[real])
     shares = {"cut at the limit": cut, "failed to score": failed}
     return rows + [
         row_of(name, float(np.mean(np.concatenate(which))))

@@ -8,29 +8,32 @@ from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.environment_pool import EnvironmentPool, Episode
 from specrl_jax.rewards.worker_process import Result
-from specrl_jax.training.episodes import ResponseScorer
+from specrl_jax.training.responses import Responder
 
 
 def play(
     policy: SavedPolicy,
     weights: Params,
-    scorer: ResponseScorer,
+    responder: Responder,
     prompt: str,
     answer: str,
     number: int,
 ) -> None:
     """Play an episode, at the temperature of the run's evaluation, and print it as it goes on.
 
-    weights: of `policy.weights`. scorer: of `build.make_scorer`, with an environment. answer: of
-    the problem. number: of the prompt, so that each has its own noise. Raises ValueError in one
-    line where the prompt does not fit.
+    weights: of `policy.weights`.
+    responder: of `build.make_responder`, with an environment.
+    answer: of the problem.
+    number: of the prompt, so that each has its own noise.
+
+    Raises ValueError in one line where the prompt does not fit.
     """
     prompts = policy.prompts(prompt, answer)
     spec = policy.spec(prompts.tokens.shape[1], 1, policy.config.evaluate.temperature)
-    shown = dataclasses.replace(scorer, pool=_ShownPool(scorer.pool))
+    shown = dataclasses.replace(responder, pool=_ShownPool(responder.pool))
     responses = shown.respond(spec, weights, prompts, policy.noise(number))
-    failure = responses.scores.reasons[0]
-    reward = f"reward {responses.scores.rewards[0]:.4g}, turns {responses.turns.counts[0]}"
+    failure = responses.rewards.reasons[0]
+    reward = f"reward {responses.rewards.rewards[0]:.4g}, turns {responses.turns.counts[0]}"
     print(f"{reward}, failed: {failure}" if failure else reward, flush=True)
 
 

@@ -14,7 +14,7 @@ from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = may_change(RUN)
-# What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
+# What may differ in a new run that begins with another run's checkpoint.
 MAY_CHANGE_FROM_OTHER = may_change(RUN, ORIGIN)
 
 

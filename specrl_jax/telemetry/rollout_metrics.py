@@ -37,7 +37,7 @@ def rollout_metrics(
     reused = int(prefix_lens.sum())
     responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
     groups = [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
-    values = {
+    metrics = {
         "rollout/tokens_generated": total - reused,
         "rollout/tokens_reused": reused,
         "rollout/reuse_fraction": reused / max(total, 1),
@@ -50,38 +50,45 @@ def rollout_metrics(
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
     if forced.any():
-        values["rollout/tokens_forced"] = int(forced.sum())
+        metrics["rollout/tokens_forced"] = int(forced.sum())
     if copied.any():
-        values["rollout/tokens_copied"] = int(copied.sum())
+        metrics["rollout/tokens_copied"] = int(copied.sum())
     if draft_lens.any():
-        values["rollout/draft_accept_rate"] = reused / int(draft_lens.sum())
+        metrics["rollout/draft_accept_rate"] = reused / int(draft_lens.sum())
     if previous[1].any():
         overlap = [
             rouge1(now[:now_len].tolist(), before[:before_len].tolist()) if before_len else np.nan
             for now, now_len, before, before_len in zip(tokens, lens, *previous, strict=True)
         ]
-        values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
+        metrics["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
         known = previous[1] > 0
         inside = np.arange(tokens.shape[1])[None, :] < lens[:, None]
         same_tokens = np.all((tokens == previous[0]) | ~inside, axis=1)
         unchanged = (lens == previous[1]) & same_tokens
-        values["rollout/unchanged"] = float(np.mean(unchanged[known]))
-    return values
+        metrics["rollout/unchanged"] = float(np.mean(unchanged[known]))
+    return metrics
 
 
 def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
-    """Metrics of rows on noise that an earlier rollout had, bool [B], with rewards [B].
+    """Return the share of rows on kept noise, and the mean reward of the other rows.
 
-    The policy has learned from that noise: the reward of the others is that of fresh samples.
+    The policy has learned from kept noise, so rows on fresh noise alone tell its reward.
+
+    kept: bool [B], rows on noise that an earlier rollout had.
+    rewards: float32 [B].
     """
-    values = {"rollout/kept_noise": float(np.mean(kept))}
+    metrics = {"rollout/kept_noise": float(np.mean(kept))}
     if not kept.all():
-        values["reward/fresh_noise"] = float(np.mean(rewards[~kept], dtype=np.float64))
-    return values
+        metrics["reward/fresh_noise"] = float(np.mean(rewards[~kept], dtype=np.float64))
+    return metrics
 
 
 def turn_metrics(counts: np.ndarray, roles: np.ndarray) -> dict[str, float]:
-    """Return metrics of B episodes: their turns, int [B], and who answered these, str [B, K]."""
+    """Return metrics of B episodes.
+
+    counts: int [B], turns of each episode.
+    roles: str [B, K], the role of the answer to each turn; "" for none.
+    """
     return {
         "rollout/turns_mean": float(np.mean(counts)),
         "rollout/tool_calls_mean": float(np.mean(np.sum(roles == "tool", axis=1))),
@@ -111,7 +118,7 @@ def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> 
 
 
 def rouge1(response: Sequence[int], previous: Sequence[int]) -> float:
-    """ROUGE-1 F1 of two responses' token ids, in [0, 1]; 0 of two empty ones.
+    """Return ROUGE-1 F1 of two responses' token ids, in [0, 1]; 0 if both are empty.
 
         F1 = 2·Σₓ min(countₐ(x), count_b(x)) / (lenₐ + len_b)
 

@@ -47,8 +47,8 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move, rollout_mesh
 from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
-from specrl_jax.training.episodes import ResponseScorer
 from specrl_jax.training.group_buffer import part_size, trained_group_size
+from specrl_jax.training.responses import Responder
 from specrl_jax.training.rollout_queue import RolloutQueue
 from specrl_jax.training.state import Origin, Reference, RolloutState, Run, RunState
 from specrl_jax.training.warmup import warm_up
@@ -61,7 +61,7 @@ def build(config) -> tuple[Run, Params]:
     Raises ValueError in one line where something is missing or does not fit.
     """
     tokenizer = load_tokenizer(config)
-    scorer = make_scorer(config, tokenizer)
+    responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
@@ -81,7 +81,7 @@ def build(config) -> tuple[Run, Params]:
         model=model,
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
-        scorer=scorer,
+        responder=responder,
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
         collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
@@ -97,8 +97,8 @@ def build(config) -> tuple[Run, Params]:
     return run, params
 
 
-def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
-    """Make the scorer that `config` describes; its pool must be closed."""
+def make_responder(config, tokenizer: Tokenizer) -> Responder:
+    """Make the responder that `config` describes; its pool must be closed."""
     settings = config.reward
     environment = config.environment
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
@@ -118,7 +118,7 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
-    return ResponseScorer(
+    return Responder(
         pool,
         tokenizer,
         settings.keep_special_tokens,
@@ -265,7 +265,7 @@ def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHea
     config = run.config
     model = run.model
     warm = config.warmup.steps > 0
-    tokenizer = run.scorer.tokenizer
+    tokenizer = run.responder.tokenizer
     adapts = model.lora and config.model.source
     draft_head = None
     if warm and not adapts:
@@ -373,7 +373,7 @@ def _draft_store(run: Run) -> DraftStore:
     model = run.model
     sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
     policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
-    owner = {"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy}
+    owner = {"tokenizer": run.responder.tokenizer.fingerprint, "model": policy}
     shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
     return DraftStore(shape, max_age=run.config.rollout.store_age, owner=owner)
 

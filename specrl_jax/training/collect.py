@@ -27,8 +27,9 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
     turn_metrics,
 )
-from specrl_jax.training.episodes import Responses, Turns, mean_by_function
+from specrl_jax.training.episodes import Turns
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
+from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.state import RolloutState, Run, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
@@ -40,11 +41,11 @@ class TrainBatch:
     prompts: Prompts
     rollout: Rollout
     rewards: np.ndarray  # float32 [Q * G]
-    metrics: dict[str, float]  # of how it came about
-    step: int = 0  # that it is trained on in
-    epoch: int = 0  # in which its rollouts began
-    rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
-    # float32 [Q * G] of each function of a sum, before its weight; {} where groups wait
+    metrics: dict[str, float]  # of the rollouts
+    step: int  # the step that trains on the batch
+    epoch: int  # the epoch in which the rollouts began
+    rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
+    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     turns: Turns | None = None  # of episodes; None where groups wait
 
@@ -56,7 +57,7 @@ class WholeRollout:
         return True
 
     def add_waiting(self, run: Run, state: RolloutState) -> None:
-        """Add what waits between two steps to a new state, empty."""
+        """Add an empty part to a new state: what will wait between two steps."""
 
     def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         """Return whether the step needs one more rollout after these."""
@@ -87,21 +88,23 @@ class WholeRollout:
         return tokens, jnp.concatenate([lens for _, lens in parts], axis=2)
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
-        """Tell what chooses the next prompts of a rollout's rewards."""
+        """Give a rollout's rewards to what chooses the next prompts."""
         state.stream.observe(responses.prompts, responses.group_rewards)
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
-        """Return what the step trains on; what is left for the next one goes into `state`."""
+        """Return what the step trains on; put what is left for the next step into `state`."""
         (responses,) = rollouts
-        scores = responses.scores
+        rewards = responses.rewards
         return TrainBatch(
             responses.prompts,
             responses.rollout,
-            scores.rewards,
+            rewards.rewards,
             responses.result.metrics(),
+            state.step,
+            state.epoch,
             by_function={
-                name: np.where(scores.failed, 0, rewards).astype(np.float32)
-                for name, rewards in scores.by_function.items()
+                name: np.where(rewards.failed, 0, values).astype(np.float32)
+                for name, values in rewards.by_function.items()
             },
             turns=responses.turns,
         )
@@ -127,7 +130,7 @@ class RunningAhead(WholeRollout):
         self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
     ) -> Drafts | None:
         begun = state.run_ahead
-        if drafts is not None:  # on kept noise the last response holds further than what was begun
+        if drafts is not None:  # on kept noise the last response agrees for longer than `begun`
             kept = state.kept_noise.steps(prompts, state.step) < state.step
             shorter = without_drafts(begun.drafts, kept.reshape(-1))
             begun = dataclasses.replace(begun, drafts=shorter)
@@ -149,8 +152,8 @@ class RunningAhead(WholeRollout):
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
             share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
-            values = batch.metrics | {"rollout/run_ahead_accepted": share}
-            batch = dataclasses.replace(batch, metrics=values)
+            metrics = batch.metrics | {"rollout/run_ahead_accepted": share}
+            batch = dataclasses.replace(batch, metrics=metrics)
         state.run_ahead = rollouts[0].result.run_ahead
         return batch
 
@@ -174,9 +177,9 @@ class PartialRollout(WholeRollout):
         config = run.config.rollout
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
-        # No more than the rest of the run trains on: its last step leaves nothing unfinished.
+        # The prompts that the rest of the run trains on: the last step leaves none unfinished.
         rest = max(run.total_steps - state.step + 1, 1) * size
-        # But all that has begun, where the run was made shorter.
+        # All groups that have begun go on, also where the run was made shorter.
         count = max(min(size + config.partial, rest), len(begun))
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
@@ -226,17 +229,17 @@ class WaitingGroups(WholeRollout):
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         size = run.trained_group_size
         filler = rollouts[0].prompts.examples[0].base_id
-        groups, values = state.groups.take_batch(filler)
+        groups, metrics = state.groups.take_batch(filler)
         row_ids, rewards = pick_rows(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
         rollout = assemble(sources, row_ids)
         lens = hosts.fetch(rollout.lens)
         stale = int(lens[row_ids[:, 0] == KEPT].sum())
-        values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
+        metrics["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
         state.groups.kept_rows = assemble(sources, state.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
-        values |= Stats.total([x.result.stats for x in rollouts]).metrics()
-        return TrainBatch(prompts, rollout, rewards, values)
+        metrics |= Stats.total([x.result.stats for x in rollouts]).metrics()
+        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch)
 
 
 # A run's way is the first that its configuration asks for. `config.cross_rules` refuses a
@@ -244,8 +247,8 @@ class WaitingGroups(WholeRollout):
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def next_rollout(run: Run, state: RolloutState) -> tuple[Prompts, CarryOver, Drafts]:
-    """Return the prompts of the next rollout, what it takes up, and the prompts' last responses."""
+def next_inputs(run: Run, state: RolloutState) -> tuple[Prompts, CarryOver, Drafts]:
+    """Return the next rollout's prompts, what it takes up and leaves, and their last responses."""
     prompts, carry_over = run.collector.next_prompts(run, state)
     previous = state.store.get(prompts, step=state.step)
     return prompts, _with_drafts(run, state, prompts, previous, carry_over), previous
@@ -297,21 +300,26 @@ def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: D
     return without_drafts(drafts, left_out.reshape(-1))
 
 
-def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
-    """Return what a step trains on, with the metrics of all that was rolled out."""
+def make_train_batch(
+    run: Run, state: RolloutState, rollouts: Sequence[Responses], seconds: dict[str, float]
+) -> TrainBatch:
+    """Return what a step trains on, with the metrics of all its rollouts; seconds: of their clock.
+
+    What the rollouts leave for the next step goes into `state`.
+    """
     batch = run.collector.batch(run, state, rollouts)
-    values = batch.metrics | _reward_metrics(run, batch, rollouts)
-    values["data/prompts_seen"] = state.prompts_seen
-    values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
-    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    metrics = batch.metrics | _reward_metrics(run, batch, rollouts)
+    metrics["data/prompts_seen"] = state.prompts_seen
+    metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
+    metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     if run.config.rollout.staleness and state.step > 1:
-        values["rollout/stale_fraction"] = 1.0
+        metrics["rollout/stale_fraction"] = 1.0
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.result.draft_lens for x in rollouts)
     tokens = _joined(x.tokens for x in rollouts)
     lens = _joined(x.lens for x in rollouts)
-    values |= rollout_metrics(
+    metrics |= rollout_metrics(
         tokens,
         lens,
         prefix_lens,
@@ -326,31 +334,31 @@ def take_batch(run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> 
         group_size=run.rollout_spec.group_size,
     )
     if rollouts[0].turns is not None:
-        values |= turn_metrics(
+        metrics |= turn_metrics(
             _joined(x.turns.counts for x in rollouts), _joined(x.turns.roles for x in rollouts)
         )
     rejected_mass = 0.0
     rule = run.rollout_spec.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
-        values |= off_policy.measure(
+        metrics |= off_policy.measure(
             batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
         )
-    return dataclasses.replace(batch, metrics=values, step=state.step, rejected_mass=rejected_mass)
+    return dataclasses.replace(batch, metrics=metrics | seconds, rejected_mass=rejected_mass)
 
 
 def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
-    rewards = _joined(x.scores.rewards for x in rollouts)
-    failed = _joined(x.scores.failed for x in rollouts)
-    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    values |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
+    rewards = _joined(x.rewards.rewards for x in rollouts)
+    failed = _joined(x.rewards.failed for x in rollouts)
+    metrics = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    metrics |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
     if noise_visits(run.config) > 1:
-        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+        metrics |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(batch.rewards), bool)
         trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
-        values |= {name: trained[name] for name in GROUP_REWARDS}
-    return values
+        metrics |= {name: trained[name] for name in GROUP_REWARDS}
+    return metrics
 
 
 def _joined(arrays) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Groups of responses that wait: for the rest of their group, or for a batch to be full.
 
 Takes prompt ids and rewards; says which prompts to roll out next and which groups to train on. A
-response is known by its row id (rollout, row); `pick_rows` gives those of groups to
-`carry_over.assemble`, which gathers the rows.
+response is named by its row id (rollout, row). `pick_rows` returns the row ids of groups, and
+`carry_over.assemble` gathers the rows.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
 whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and
@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax.data.curriculum import CURRICULA
 from specrl_jax.types import Rollout, StatePart
 
-KEPT = 0  # the rollout of a row id: rows kept from earlier steps; 1, 2, ...: this step's rollouts
+KEPT = 0  # rollout number of rows kept from earlier steps; this step's rollouts are 1, 2, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def part_size(config) -> int:
 
 
 def trained_group_size(config) -> int:
-    """Return how many responses of a group are trained on: all, or those that did not screen it."""
+    """Return how many responses of a group are trained on: all, or all but the screening ones."""
     group = config.rollout.group_size
     part = part_size(config)
     return group - part if part < group and not config.curriculum.reuse_screening else group
@@ -54,7 +54,7 @@ class GroupBuffer(StatePart):
         self.groups_per_batch = config.rollout.prompts_per_step
         self.group_size = config.rollout.group_size
         self.part_size = part_size(config)
-        self.rows = self.groups_per_batch * self.group_size  # of one rollout
+        self.num_rows = self.groups_per_batch * self.group_size  # of one rollout
         self.ready: list[Group] = []  # to train on, the oldest first
         self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
         self.kept_rows: Rollout | None = None  # the rows of these groups, [max_waiting_rows]
@@ -66,9 +66,9 @@ class GroupBuffer(StatePart):
 
     @property
     def max_waiting_rows(self) -> int:
-        """Rows that wait between two steps at most: a batch, and two rollouts of screened parts."""
+        """Most rows that wait between two steps: a batch, and with screening two rollouts."""
         ready = self.groups_per_batch * trained_group_size(self.config)
-        return ready + 2 * self.rows * self.screens
+        return ready + 2 * self.num_rows * self.screens
 
     def begin_step(self) -> None:
         self.no_signal: list[Group] = []  # finished in this step, with equal rewards
@@ -80,7 +80,7 @@ class GroupBuffer(StatePart):
 
     @property
     def to_finish(self) -> list[str]:
-        """Prompts whose groups the next rollout finishes: as many as the batch lacks."""
+        """Ids of the prompts whose groups the next rollout finishes: as many as the batch lacks."""
         missing = max(self.groups_per_batch - len(self.ready), 0)
         return list(self.unfinished)[:missing]
 
@@ -91,21 +91,21 @@ class GroupBuffer(StatePart):
 
     @property
     def num_new_prompts(self) -> int:
-        """Prompts that the next rollout begins: the rows that `to_finish` leaves."""
-        parts = self.rows // self.part_size
+        """Number of prompts that the next rollout begins, in the rows that `to_finish` leaves."""
+        parts = self.num_rows // self.part_size
         return parts - len(self.to_finish) * len(self.first_samples)
 
     def wants_rollout(self) -> bool:
-        """Return True if the batch needs one more rollout, and there may be one."""
+        """Return whether the batch needs one more rollout and the limits allow one."""
         if not self.gen_batches:
             return True
         return (
             len(self.ready) < self.groups_per_batch
             and self.gen_batches < self.config.algorithm.max_gen_batches
             and self.total_prompts - len(self.busy) >= self.num_new_prompts
-            # Groups without signal leave the batch short however many are begun: only one rollout's
-            # groups may be unfinished when another is begun, so that two rollouts' rows hold all.
-            and len(self.unfinished) <= self.rows // self.part_size
+            # The unfinished groups must fit `max_waiting_rows`, two rollouts: another rollout
+            # begins only while the unfinished groups are at most those of one rollout.
+            and len(self.unfinished) <= self.num_rows // self.part_size
         )
 
     def add(self, prompt_ids: Sequence[str], rewards: np.ndarray) -> None:
@@ -153,17 +153,17 @@ class GroupBuffer(StatePart):
         batch, self.ready = self.ready[:size], self.ready[size:]
         no_signal = self.no_signal[: size - len(batch)]
         empty = [Group(filler_id)] * (size - len(batch) - len(no_signal))
-        values = {
+        metrics = {
             "rollout/gen_batches": self.gen_batches,
             "rollout/groups_waiting": len(self.ready),
             "rollout/groups_filled": len(no_signal) + len(empty),
         }
         if self.screens:
-            values["curriculum/waiting"] = len(self.unfinished)
-            values["curriculum/screened"] = self.screened
+            metrics["curriculum/waiting"] = len(self.unfinished)
+            metrics["curriculum/screened"] = self.screened
             if self.screened:
-                values["curriculum/kept"] = self.worth_finishing / self.screened
-        return batch + no_signal + empty, values
+                metrics["curriculum/kept"] = self.worth_finishing / self.screened
+        return batch + no_signal + empty, metrics
 
     def keep(self) -> np.ndarray:
         """End the step; return the ids of all rows that wait, int32 [max_waiting_rows, 2].

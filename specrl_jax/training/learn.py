@@ -14,6 +14,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
+from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.losses import compares_pairs, policy_metrics
 from specrl_jax.algorithms.row_selection import ROW_SELECTIONS, cut_to_budget, draw_pairs
 from specrl_jax.algorithms.scoring import (
@@ -31,7 +32,7 @@ from specrl_jax.sharding import put
 from specrl_jax.training.build import frozen_steps
 from specrl_jax.training.collect import TrainBatch
 from specrl_jax.training.state import Run, RunState
-from specrl_jax.types import Batch
+from specrl_jax.types import Batch, Rollout, Source
 
 # Sets the draws of rows apart from others of the same seed and step.
 _SELECTION = 2
@@ -39,14 +40,15 @@ _SELECTION = 2
 
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
     """Make all updates of a step: change `state.train`, return their metrics."""
-    rewards, values = shaped_rewards(run, collected)
+    _count_tokens(state, collected.rollout)
+    rewards, metrics = shaped_rewards(run, collected)
     keep_mask = run.config.algorithm.keep_sampling_mask
     batch = make_batch(collected.prompts, collected.rollout, keep_mask)
-    host = RowTokens.fetch(batch)
+    row_tokens = RowTokens.fetch(batch)
     if choose_advantage(run.config).by_turn:
         batch = dataclasses.replace(batch, turn_ends=put(collected.turns.ends, "batch", None))
-    batch, advantage_metrics = with_advantages(run, state, batch, host, rewards)
-    values |= advantage_metrics
+    batch, more = with_advantages(run, state, batch, row_tokens, rewards)
+    metrics |= more
     if run.config.algorithm.importance_cap:
         # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
@@ -55,12 +57,24 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
             np.float32(collected.rejected_mass),
             run.rollout_spec.accept.importance_weight,
         )
-        batch = dataclasses.replace(batch, weights=weights)
-    values |= _update_by_mini_batches(run, state, batch, host, collected)
+        batch = dataclasses.replace(batch, importance_weights=weights)
+    metrics |= _update_by_mini_batches(run, state, batch, row_tokens, collected)
     if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
-        values.pop("policy/rollout_train_logprob_gap", None)
-    return values
+        metrics.pop("policy/rollout_train_logprob_gap", None)
+    return metrics
+
+
+def _count_tokens(state: RunState, rollout: Rollout) -> None:
+    """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
+    head = state.train.draft_head
+    if head is None or head.counts is None:
+        return
+    lens, sources = hosts.fetch((rollout.lens, rollout.sources))
+    own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
+    counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
+    head = dataclasses.replace(head, counts=counts)
+    state.train = dataclasses.replace(state.train, draft_head=head)
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
@@ -92,11 +106,11 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
 
 
 def with_advantages(
-    run: Run, state: RunState, batch: Batch, host: RowTokens, rewards: np.ndarray
+    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with advantages; with a critic also with its values and returns."""
     if run.update_spec.critic:
-        packed = _pack_all(run, host)
+        packed = _pack_all(run, row_tokens)
         frozen = state.frozen(run.model)
         values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
         batch = dataclasses.replace(batch, values=values)
@@ -112,17 +126,17 @@ def with_advantages(
 
 
 def _update_by_mini_batches(
-    run: Run, state: RunState, batch: Batch, host: RowTokens, collected: TrainBatch
+    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens, collected: TrainBatch
 ) -> dict[str, float]:
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    batch, host, rows, values = select_rows(run, state, batch, host)
-    batch, more = _with_other_logprobs(run, state, batch, host)
-    values |= more
+    batch, row_tokens, row_ids, metrics = select_rows(run, state, batch, row_tokens)
+    batch, more = _with_other_logprobs(run, state, batch, row_tokens)
+    metrics |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
-        host = RowTokens.fetch(batch)
-        values |= more
+        row_tokens = RowTokens.fetch(batch)
+        metrics |= more
     critic_alone = state.step <= frozen_steps(run.config)
     history = []
     mini_batches = []
@@ -138,75 +152,77 @@ def _update_by_mini_batches(
         )
         history.append(sums)
 
-    for packed in pack_mini_batches(run, batch, host, rows):  # the next one while the device works
+    # The next mini-batch is packed while the device works.
+    for packed in pack_mini_batches(run, batch, row_tokens, row_ids):
         mini_batches.append(packed)
         make_update(packed)
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
     history = finite_updates(run, state, hosts.fetch(history))
-    values = _update_metrics(run, history) | values
-    values |= _packing_metrics(mini_batches, batch)
+    metrics = _update_metrics(run, history) | metrics
+    metrics |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
-        values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
+        metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
     (_, count), *_ = optax.tree.get_all_with_path(state.train.opt_state, "count")
     updates = int(hosts.fetch(count))
-    values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
-    return {name: float(value) for name, value in values.items()}
+    metrics["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def select_rows(
-    run: Run, state: RunState, batch: Batch, host: RowTokens
+    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens
 ) -> tuple[Batch, RowTokens, np.ndarray, dict[str, float]]:
-    """Return the batch, its rows cut to what the updates take, their ids int [B], and metrics.
+    """Return the batch, its row tokens, the row ids that the updates take in order, and metrics.
 
-    A row that is left out by `updates.token_budget` has the length 0.
+    The ids are int [B] and may repeat. `updates.token_budget` cuts rows short in the batch and in
+    the row tokens: a row that it leaves out has the length 0.
     """
     updates = run.config.updates
     rng = np.random.default_rng([run.config.seed, _SELECTION, state.step])
-    rows = np.arange(len(host.tokens))
+    row_ids = np.arange(len(row_tokens.tokens))
     if keep := ROW_SELECTIONS[updates.select]:
         # All tokens of a response have the same advantage, and the first is the policy's.
         advantages = hosts.fetch(batch.advantages)[:, 0]
-        rows = draw_pairs(keep, advantages, run.trained_group_size, rng)
-        taken = len(np.unique(rows)) / len(rows)
-        return batch, host, rows, {"update/selected_fraction": taken}
+        row_ids = draw_pairs(keep, advantages, run.trained_group_size, rng)
+        taken = len(np.unique(row_ids)) / len(row_ids)
+        return batch, row_tokens, row_ids, {"update/selected_fraction": taken}
     budget = updates.token_budget
     if not budget:
-        return batch, host, rows, {}
+        return batch, row_tokens, row_ids, {}
     mask = hosts.fetch(batch.mask)
-    lens = np.zeros_like(host.response_lens)
+    lens = np.zeros_like(row_tokens.response_lens)
     tokens = []
-    for part in _mini_batches(run, rows):
-        lens[part] = cut_to_budget(host.response_lens[part], mask[part], budget, rng)
+    for part in _mini_batches(run, row_ids):
+        lens[part] = cut_to_budget(row_tokens.response_lens[part], mask[part], budget, rng)
         tokens.append(min(np.sum(mask[part]), budget))
     batch = dataclasses.replace(batch, response_lens=put(lens, "batch"))
-    host = host._replace(response_lens=lens)
+    row_tokens = row_tokens._replace(response_lens=lens)
     metrics = {
         "update/selected_fraction": np.mean(lens > 0),
         "update/budget_filled": np.mean(tokens) / budget,
     }
-    return batch, host, rows, metrics
+    return batch, row_tokens, row_ids, metrics
 
 
 def _with_other_logprobs(
-    run: Run, state: RunState, batch: Batch, host: RowTokens
+    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    values = {}
+    metrics = {}
     recompute = OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed
     penalized = run.config.algorithm.kl_coef > 0
     if not recompute and not penalized:
-        return batch, values
-    packed = _pack_all(run, host)
+        return batch, metrics
+    packed = _pack_all(run, row_tokens)
     if recompute:
         old = logprobs(run.update_spec, state.policy(run.model), packed, batch.support)
-        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
+        metrics["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         batch = dataclasses.replace(batch, recomputed_logprobs=old)
     if penalized:
         policy = state.reference.policy(run.model)
         reference = logprobs(run.update_spec, policy, packed, batch.support)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
-    return batch, values
+    return batch, metrics
 
 
 def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
@@ -243,23 +259,23 @@ def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
     )
 
 
-def _mini_batches(run: Run, rows: np.ndarray) -> list[np.ndarray]:
-    return np.split(rows, len(rows) // run.config.updates.mini_batch_size)
+def _mini_batches(run: Run, row_ids: np.ndarray) -> list[np.ndarray]:
+    return np.split(row_ids, len(row_ids) // run.config.updates.mini_batch_size)
 
 
 def pack_mini_batches(
-    run: Run, batch: Batch, host: RowTokens, rows: np.ndarray
+    run: Run, batch: Batch, row_tokens: RowTokens, row_ids: np.ndarray
 ) -> Iterator[PackedRows]:
-    """Yield the mini-batches of `rows` in order, without rows that teach nothing."""
+    """Yield the mini-batches of `row_ids` in order, without rows that teach nothing."""
     algorithm = run.config.algorithm
-    included = host.response_lens > 0
-    # They give a gradient to rows without an advantage.
+    included = row_tokens.response_lens > 0
+    # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
     penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
-    others = penalized or algorithm.entropy_coef or run.update_spec.critic
-    if run.config.updates.skip_no_signal and not others:
+    all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic
+    if run.config.updates.skip_no_signal and not all_rows_teach:
         included = hosts.fetch(_has_signal(batch))
-    for part in _mini_batches(run, rows):
-        yield pack_rows(run.update_spec, host, part, included[part])
+    for part in _mini_batches(run, row_ids):
+        yield pack_rows(run.update_spec, row_tokens, part, included[part])
 
 
 @jax.jit
@@ -269,9 +285,9 @@ def _has_signal(batch: Batch) -> Array:
     return signal if batch.given is None else signal | batch.given
 
 
-def _pack_all(run: Run, host: RowTokens) -> PackedRows:
-    included = host.response_lens > 0
-    return pack_rows(run.update_spec, host, np.arange(len(host.tokens)), included)
+def _pack_all(run: Run, row_tokens: RowTokens) -> PackedRows:
+    row_ids = np.arange(len(row_tokens.tokens))
+    return pack_rows(run.update_spec, row_tokens, row_ids, row_tokens.response_lens > 0)
 
 
 # Stage → what its scalars begin with, the field of its learning rate.
@@ -326,10 +342,10 @@ def _count_packed(nodes: Array) -> Array:
 
 
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    rows = hosts.fetch([_count_packed(x.nodes) for x in mini_batches])
+    num_rows = hosts.fetch([_count_packed(x.nodes) for x in mini_batches])
     slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
-        "update/signal_fraction": sum(rows) / len(batch.tokens),
+        "update/signal_fraction": sum(num_rows) / len(batch.tokens),
         "update/computed_fraction": slots / batch.tokens.size,
     }
 
@@ -342,26 +358,26 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
 
     if not history:
         return {}
-    values = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
+    metrics = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
     # Means over the tokens that are computed, where there are any.
     if any(sums["tokens"] for sums in history):
-        values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+        metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     if tokens := sum(sums.get("given_tokens", 0) for sums in history):
-        values["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
+        metrics["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
     if pairs := sum(sums.get("pairs", 0) for sums in history):
-        values["policy/pair_loss"] = sum(sums["pair_loss"] for sums in history) / pairs
-        values["policy/pair_accuracy"] = sum(sums["pair_accuracy"] for sums in history) / pairs
+        metrics["policy/pair_loss"] = sum(sums["pair_loss"] for sums in history) / pairs
+        metrics["policy/pair_accuracy"] = sum(sums["pair_accuracy"] for sums in history) / pairs
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
-        values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
+        metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
     if run.update_spec.critic:
         tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
-        values["critic/loss"] = mean("critic_loss")
-        values["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
-        values["critic/grad_norm"] = mean("critic_grad_norm")
+        metrics["critic/loss"] = mean("critic_loss")
+        metrics["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
+        metrics["critic/grad_norm"] = mean("critic_grad_norm")
     if run.update_spec.draft_head:
         tokens = max(sum(sums["head_tokens"] for sums in history), 1)
-        values["draft_head/loss"] = mean("head_loss")
-        values["draft_head/overlap"] = sum(sums["head_overlap"][0] for sums in history) / tokens
-        values["draft_head/grad_norm"] = mean("head_grad_norm")
-    return values
+        metrics["draft_head/loss"] = mean("head_loss")
+        metrics["draft_head/overlap"] = sum(sums["head_overlap"][0] for sums in history) / tokens
+        metrics["draft_head/grad_norm"] = mean("head_grad_norm")
+    return metrics

@@ -30,13 +30,13 @@ from specrl_jax.types import Prompts, Rollout, StatePart
 class RolloutQueue(StatePart, contextlib.AbstractContextManager):
     """Batches that wait for their update, the oldest first, and rollouts under way.
 
-    Rollouts are made one after another, in the order in which they were begun. A checkpoint has
-    the batches, and is written when no rollout is under way. The `with` block ends once no rollout
-    runs; what has not begun does not.
+    Rollouts are made one after another, in the order of `begin`. A checkpoint holds the batches,
+    and is written when no rollout is under way. At its end the `with` block waits for the rollout
+    that runs and cancels those after it.
     """
 
     def __init__(self, run: Run, find: Callable[[Sequence[str]], Prompts]):
-        """Make an empty queue; find: gives the prompts of these ids."""
+        """Make an empty queue; find: returns the prompts of some ids."""
         config = run.config.rollout
         self._mesh = jax.sharding.get_mesh()
         self._find = find
@@ -52,11 +52,11 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
         self._shape = rows, config.response_len, run.rollout_spec.stored_logprobs
 
     def __len__(self) -> int:
-        """Return how many steps have begun whose batch was not taken."""
+        """Return the number of begun steps whose batch is not taken yet."""
         return len(self._waiting) + len(self._under_way)
 
     def begin(self, collect: Callable, *args: Any) -> None:
-        """Begin the rollouts of the next step by `train.collect`, once those before are done."""
+        """Begin the rollouts of the next step, `collect(*args)`, after all that have begun."""
         self._under_way.append(self._executor.submit(collect, *args))
 
     def call(self, function: Callable, *args: Any) -> Any:
@@ -64,7 +64,7 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
         return self._executor.submit(function, *args).result()
 
     def take(self, log: RunLog) -> TrainBatch:
-        """Return the oldest batch, on the mesh in use; raises what its rollouts raised."""
+        """Return the oldest batch, on the mesh in use; raise the error of its rollouts."""
         if not self._waiting:
             self._receive(log)
         return self._waiting.popleft()

@@ -17,7 +17,7 @@ from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import Recorded, RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
-from specrl_jax.training.episodes import Responses
+from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
 
 # Fields of a rollout that no record holds.
@@ -57,9 +57,9 @@ class RunLog(contextlib.AbstractContextManager):
         warn = self._metrics.show
         self.page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
-        self._text = run.scorer.text
+        self._text = run.responder.text
         self._print_every = settings.print_every
-        self._decode = run.scorer.tokenizer.decode
+        self._decode = run.responder.tokenizer.decode
         share = settings.rollouts if workdir is not None else 0.0
         self._records = RolloutRecords(
             folder, share, decode=self._decode, ended=run.rollout_spec.ended
@@ -100,7 +100,7 @@ class RunLog(contextlib.AbstractContextManager):
         """
         self.record_responses(rollouts)
         self._show(rollouts[0])
-        reasons = [reason for x in rollouts for reason in x.scores.reasons]
+        reasons = [reason for x in rollouts for reason in x.rewards.reasons]
         tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
         tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
         self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
@@ -112,8 +112,8 @@ class RunLog(contextlib.AbstractContextManager):
         parts = []
         for x in rollouts:
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
-            scores = x.scores
-            on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
+            rewards = x.rewards
+            on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
             recorded = Recorded(*on_host, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
@@ -135,7 +135,7 @@ class RunLog(contextlib.AbstractContextManager):
         rewards = responses.group_rewards[group]
         for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
             row = group * responses.group_size + sample
-            parts = [f"{name} {x[row]:.3g}" for name, x in responses.scores.by_function.items()]
+            parts = [f"{name} {x[row]:.3g}" for name, x in responses.rewards.by_function.items()]
             reward = f"{rewards[sample]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
             text = self._text(responses.tokens[row, : responses.lens[row]])
             self._metrics.show(f"  reward {reward}: {_shown(text)}")

@@ -7,15 +7,14 @@ part (`collect`).
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specrl_jax import __version__, hosts
-from specrl_jax.algorithms.draft_training import count_tokens
+from specrl_jax import __version__
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
@@ -30,10 +29,14 @@ from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
-from specrl_jax.sharding import move, put
-from specrl_jax.training.episodes import Responses, ResponseScorer
+from specrl_jax.sharding import move
 from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
-from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
+from specrl_jax.training.responses import Responder, Responses
+from specrl_jax.types import Drafts, Prompts, StatePart
+
+if TYPE_CHECKING:
+    from specrl_jax.training.collect import WholeRollout
+    from specrl_jax.training.rollout_queue import RolloutQueue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +51,10 @@ class Run:
     model: ModelConfig
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
-    scorer: ResponseScorer  # rolls prompts out, and scores the responses
+    responder: Responder
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
+    collector: "WholeRollout"  # way to collect a batch: one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
@@ -73,7 +76,7 @@ class Run:
         return {
             "specrl_jax": __version__,
             "data.source": digest(*(prompts.ids for prompts in read)),
-            "tokenizer.source": self.scorer.tokenizer.fingerprint,
+            "tokenizer.source": self.responder.tokenizer.fingerprint,
             "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
             "the solutions' tokens": digest(*self.solutions.values()),
             "model.source": repr(self.model),
@@ -85,7 +88,7 @@ class Reference(StatePart):
     """Policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
 
     params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
-    saved: bool  # trained by a warm-up here; others are read from their source again
+    saved: bool  # a warm-up trained it, so checkpoints hold it; else its source is read again
     adapters: Params | None = None  # where the warm-up trained adapters of `params`
 
     def policy(self, model: ModelConfig) -> Params:
@@ -94,7 +97,7 @@ class Reference(StatePart):
     def arrays(self) -> Params:
         if self.adapters is not None:
             return {"adapters": self.adapters}
-        # The compute type is a machine's own; a checkpoint goes on elsewhere.
+        # In float32, as the machine that resumes may compute in another type.
         return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
 
     def host(self) -> dict[str, Any]:
@@ -168,11 +171,11 @@ class Origin(StatePart):
 
 @dataclasses.dataclass
 class RolloutState:
-    """Parts of the state that rollouts change, on the mesh of rollouts; None is off.
+    """Parts of the state that rollouts change, on the mesh of rollouts; None: the part is off.
 
-    Only rollouts touch them. Where rollouts have a thread of their own (`rollout_queue`), that
-    thread alone does so, and the main thread alone touches the rest of `RunState`; between two
-    steps of the loop, once no rollout is under way, the main thread saves both.
+    Where rollouts have a thread of their own (`rollout_queue`), that thread alone touches these
+    parts, and the main thread alone touches the rest of `RunState`. The main thread saves all parts
+    between two steps of the loop, when no rollout is under way.
     """
 
     key: jax.Array  # of the run
@@ -180,6 +183,7 @@ class RolloutState:
     store: DraftStore
     kept_noise: KeptNoise
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
+    epoch: int = 0  # pass over the prompts, from 1, in which the rollouts of `step` began
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
@@ -188,6 +192,7 @@ class RolloutState:
     def begin_step(self) -> None:
         """Begin the rollouts of the next step."""
         self.step += 1
+        self.epoch = self.prompts_seen // self.stream.prompts_per_epoch + 1
         self.stream.begin(self.step)
 
     def noise(self, prompts: Prompts) -> NoiseKey:
@@ -196,25 +201,21 @@ class RolloutState:
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
     def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
-        """Take in a rollout's responses, and return them with what went before.
+        """Take in a rollout's responses; return them with the last responses and noise marks.
 
-        The responses are the next drafts of their prompts; their rewards choose the next prompts
-        and the samples that keep their noise. previous: the last responses of all rows that the
-        rollout was given.
+        The responses are the next drafts of their prompts. Their rewards choose the next prompts
+        and the samples that keep their noise.
+
+        previous: the last responses of all rows that the rollout was given.
         """
         rewards = responses.group_rewards
-        # All rewards of a group are equal, and less than a right response's 1.
+        # A group is unsolved where its rewards are equal and below 1, the reward of a right one.
         unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
         self.store.put(responses.prompts, responses.rollout, step=self.step, unsolved=unsolved)
         run.collector.observe(self, responses)
         noise_steps = responses.result.noise_steps
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
-        return responses.after(previous, on_kept_noise=kept)
-
-    @property
-    def epoch(self) -> int:
-        """Pass over the prompts that the next step begins in, from 1."""
-        return self.prompts_seen // self.stream.prompts_per_epoch + 1
+        return responses.with_previous(previous, on_kept_noise=kept)
 
     @property
     def prompts_seen(self) -> int:
@@ -224,11 +225,11 @@ class RolloutState:
 
 @dataclasses.dataclass
 class RunState:
-    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
+    """Content of a checkpoint: finished steps, weights with optimizer, parts; None: it is off."""
 
     train: PolicyState
     rollout: RolloutState
-    queue: StatePart  # batches whose update comes later: a `rollout_queue.RolloutQueue`
+    queue: "RolloutQueue"  # batches whose update comes later
     origin: Origin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
@@ -249,10 +250,7 @@ class RunState:
         return adapted(model, self.train.params, self.frozen(model))
 
     def rollout_weights(self, run: Run) -> Params:
-        """Return the weights of rollouts as they are now, on the mesh of rollouts.
-
-        Those of the draft head are included.
-        """
+        """Return a copy of the current weights, with the draft head's, on the mesh of rollouts."""
         policy = self.policy(run.model)
         weights = rollout_weights(run.model, policy)
         if head := self.train.draft_head:
@@ -260,17 +258,6 @@ class RunState:
             draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
             weights |= {"draft_head": draft_head}
         return move(weights, run.rollout_mesh)
-
-    def count_tokens(self, rollout: Rollout) -> None:
-        """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
-        head = self.train.draft_head
-        if head is None or head.counts is None:
-            return
-        lens, sources = hosts.fetch((rollout.lens, rollout.sources))
-        own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
-        counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
-        head = dataclasses.replace(head, counts=counts)
-        self.train = dataclasses.replace(self.train, draft_head=head)
 
     def arrays(self) -> dict[str, Any]:
         """Return the device's part of a checkpoint."""

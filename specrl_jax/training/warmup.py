@@ -1,6 +1,6 @@
 """Supervised stage before step 1: maximum likelihood on solutions or demonstrations.
 
-Its result is a pure function of the configuration and the data.
+The result of the stage is a pure function of the configuration and the data.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
 
-_CALLS = 12  # at most, of a compiled function, each of as many steps
+_CALLS = 12  # most calls of the compiled function; all calls make the same number of steps
 # Scalar of an update → the field to lower where it is not finite.
 _MUST_BE_FINITE = {
     "head_weight_norm": "rollout.head.learning_rate",
@@ -56,8 +56,9 @@ def warm_up(
 ) -> tuple[Params, DraftHeadState | None]:
     """Run the stage that `config.warmup` asks for, and print the loss as it goes.
 
-    Returns `params`, trained, and the draft head, where there is to be one. frozen: where `params`
-    are adapters, the weights that they belong to.
+    frozen: where `params` are adapters, the weights that the adapters belong to.
+
+    Returns the trained `params`, and the draft head; None where the run has no head.
     """
     settings = config.warmup
     prompt_len = config.data.prompt_len
@@ -101,10 +102,11 @@ def supervise(
     seed: int,
     frozen: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
-    """Train `params` on the demonstrations; return the new ones and the draft head beside them.
+    """Train `params` on the demonstrations; return the trained `params` and the draft head.
 
-    settings: `config.warmup`, of which steps, batch_size and learning_rate are read. Raises
-    FloatingPointError where the loss or the weights are not finite.
+    settings: `config.warmup`, of which steps, batch_size and learning_rate are read.
+
+    Raises FloatingPointError where the loss or the weights are not finite.
     """
     steps = settings.steps
     size = settings.batch_size
@@ -122,7 +124,7 @@ def supervise(
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
     calls = max(n for n in range(1, _CALLS + 1) if steps % n == 0)
-    chunk = steps // calls  # all of one shape: one program
+    chunk = steps // calls  # steps of a call: one shape, so one program
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]

@@ -140,7 +140,7 @@ def test_weights_have_the_ratio_that_the_objective_lacks(old, expected):
         rollout,
         np.ones((1, 2), np.float32),
         recomputed_logprobs=rollout + np.log(np.array([[1.5, 2 / 3]], np.float32)),
-        weights=np.array([[0.5, 3.0]], np.float32),
+        importance_weights=np.array([[0.5, 3.0]], np.float32),
     )
     for cap in (3.2, 0.9):
         config = dataclasses.replace(PLAIN, old_logprobs=old, importance_cap=cap)

@@ -42,7 +42,7 @@ def mean_loss(logits, estimator, reference, old, sampler=None):
             np.ones((1, 1), bool),
             jnp.log(old[y])[None, None],
             ref_logprobs=jnp.log(reference[y])[None, None],
-            weights=None if sampler is None else (old[y] / sampler[y])[None, None],
+            importance_weights=None if sampler is None else (old[y] / sampler[y])[None, None],
         )
         loss, _ = policy_loss(logprobs[y][None, None], np.zeros((1, 1)), batch, config)
         total += (old if sampler is None else sampler)[y] * loss

@@ -179,7 +179,8 @@ def test_weights_multiply_what_is_estimated_from_a_token():
     weights = np.array([[0.5, 3.0, np.nan]], np.float32)
     mask = np.array([[1, 1, 0]], bool)
     entropy = np.full((1, 3), 0.7, np.float32)
-    batch = as_batch(mask, logprobs, advantages, ref_logprobs=logprobs + 0.1, weights=weights)
+    more = {"ref_logprobs": logprobs + 0.1, "importance_weights": weights}
+    batch = as_batch(mask, logprobs, advantages, **more)
 
     def loss(logprobs, config=PLAIN):
         return policy_loss(logprobs, entropy, batch, config)[0]

@@ -123,7 +123,7 @@ class World:
             response_lens=self.lens.astype(np.int32),
             old_logprobs=np.float32(self.scores(self.table(self.logits, whole))),
             advantages=columns(self.rewards),
-            weights=columns(self.probs * rows * LONGEST),
+            importance_weights=columns(self.probs * rows * LONGEST),
             support=None if whole else support,
         )
 

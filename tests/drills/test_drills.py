@@ -123,7 +123,7 @@ class Phase:
 PHASES = [
     Phase(loop, "build", saves=False), Phase(loop, "init_state", saves=False),
     Phase(loop, "evaluate_held_out"), Phase(loop, "resume", saves=False),
-    Phase(loop, "take_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
+    Phase(loop, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip
 

@@ -9,8 +9,8 @@ from small_runs import line_of, small_config
 from specrl_jax.data.prompts import encode_prompts, make_example
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.rewards.thoughts import ThoughtTags
-from specrl_jax.training.build import make_scorer
-from specrl_jax.training.episodes import ResponseScorer
+from specrl_jax.training.build import make_responder
+from specrl_jax.training.responses import Responder
 
 TAGS = ThoughtTags.parse("<think> </think> [THINK] [/THINK]")
 PARTS = [
@@ -90,7 +90,7 @@ def rewards(name, responses, answers, prompt="2+2?", **settings):
     tokenizer = CharacterTokenizer(ALPHABET)
     examples = [make_example(prompt, answer, "", {}) for answer in answers]
     prompts = encode_prompts(examples, tokenizer, 64)
-    scorer = make_scorer(config, tokenizer)
+    scorer = make_responder(config, tokenizer)
     with scorer.pool:
         problems = (answers, [""] * len(answers), [{}] * len(answers))
         scores = scorer.score(responses, *problems, scorer.answer_parts(prompts, responses))
@@ -142,7 +142,7 @@ def test_a_prefix_of_the_assistants_may_open_the_thought():
     prompts = encode_prompts([make_example("So", "4", "", {})] * 2, tokenizer, 64)
     examples = tuple(make_example(prompt, "4", "", {}) for prompt in (messages, closed))
     prompts = dataclasses.replace(prompts, examples=examples)
-    scorer = ResponseScorer(None, tokenizer, thought_tags=TAGS)
+    scorer = Responder(None, tokenizer, thought_tags=TAGS)
     assert scorer.answer_parts(prompts, ["4", "3</think>4", "4", "3</think>4"]) == [
         None,
         "4",
@@ -160,11 +160,11 @@ def test_tags_that_rewards_would_not_see(tmp_path):
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
     whole = {"reward.name": "exact", "reward.extract": ""}
     config = small_config(whole)
-    line = line_of(make_scorer, config, tokenizer)
+    line = line_of(make_responder, config, tokenizer)
     assert line == (
         "reward.keep_special_tokens must be True where [THINK] of reward.thought_tags is a special "
         'token, got False; or set reward.thought_tags=""'
     )
     for field, value in {"keep_special_tokens": True, "thought_tags": "", "name": "format"}.items():
         config = small_config(whole | {f"reward.{field}": value})
-        make_scorer(config, tokenizer).pool.close()
+        make_responder(config, tokenizer).pool.close()

@@ -45,16 +45,16 @@ class Seen:
 
 def watch(config, workdir) -> Seen:
     """Train, and note every rollout and batch on the way."""
-    seen, take_batch = Seen([], []), loop.take_batch
+    seen, make_train_batch = Seen([], []), loop.make_train_batch
 
-    def one_batch(run, state, rollouts):
+    def one_batch(run, state, rollouts, seconds):
         seen.rollouts.extend((state.step, responses) for responses in rollouts)
-        batch = take_batch(run, state, rollouts)
+        batch = make_train_batch(run, state, rollouts, seconds)
         seen.batches.append((batch, jax.device_get(batch.rollout.policy_logprobs)))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "take_batch", one_batch)
+        patch.setattr(loop, "make_train_batch", one_batch)
         loop.train(config, workdir)
     return seen
 
@@ -73,7 +73,7 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     sampled = {}
     for step, scored in seen.rollouts:
         logprobs = jax.device_get(scored.rollout.policy_logprobs)
-        rewards = scored.scores.rewards
+        rewards = scored.rewards.rewards
         for q, example in enumerate(scored.prompts.examples):
             rows = slice(q * G, q * G + G)
             key = example.prompt_id, scored.tokens[rows].tobytes()
@@ -179,7 +179,7 @@ def _parts(seen):
     """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
     entries = {}
     for step, scored in seen.rollouts:
-        rewards = scored.scores.rewards.reshape(-1, N)
+        rewards = scored.rewards.rewards.reshape(-1, N)
         tokens = scored.tokens.reshape(len(rewards), N, -1)
         for q, example in enumerate(scored.prompts.examples):
             name, _, first = example.prompt_id.partition("+")
@@ -275,7 +275,7 @@ def test_length_costs_reward_in_the_update_alone(seen):
     record = records(workdir)[1]
     lens = jax.device_get(seen.batches[0][0].rollout.lens)
     assert record["reward/overlong"] == pytest.approx(np.mean(lens / 6))
-    rewards = np.concatenate([x.scores.rewards for step, x in seen.rollouts if step == 1])
+    rewards = np.concatenate([x.rewards.rewards for step, x in seen.rollouts if step == 1])
     assert record["reward/mean"] == pytest.approx(rewards.mean())
 
 

@@ -14,13 +14,12 @@ from small_runs import Sums, play, records, saved, small_config
 
 from specrl_jax import hosts
 from specrl_jax import train as loop
-from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.generate import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.training.episodes import ResponseScorer
+from specrl_jax.training.responses import Responder
 from specrl_jax.types import Rollout, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -42,43 +41,9 @@ def prompts_of(target: str = "3"):
 
 def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **carry_over):
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
-    scorer = ResponseScorer(pool, TOKENIZER, **turns)
+    responder = Responder(pool, TOKENIZER, **turns)
     noise = NoiseKey(jax.random.key(KEY), step)
-    return scorer.respond(spec, weights, prompts, noise, carry_over=CarryOver(**carry_over))
-
-
-def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):
-    from tokenizers import AddedToken, Tokenizer, models
-
-    backend = Tokenizer(models.WordLevel({"4": 0, "5": 1}, unk_token="4"))
-    backend.add_special_tokens([AddedToken(x, special=True) for x in ("<think>", "</s>")])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
-    responses = [np.array(ids) for ids in ([2, 0, 2, 1, 3], [2, 0], [3], [])]
-    seen = [
-        [ResponseScorer(None, tokenizer, keep_special_tokens=keep).text(x) for x in responses]
-        for keep in (False, True)
-    ]
-    assert seen == [["4 5", "4", "", ""], ["<think> 4 <think> 5", "<think> 4", "", ""]]
-
-
-def test_what_a_reward_raises_in_one_process_is_raised_in_all(monkeypatch):
-    class Broken:
-        def score(self, *batch):
-            raise ValueError("no server")
-
-    parts = []
-
-    def gather(own):
-        parts.append(own)
-        return parts
-
-    monkeypatch.setattr(hosts, "gather", gather)
-    with RewardPool("exact", timeout=1.0, memory_mib=64, workers=1) as pool:
-        for one in (Broken(), pool):  # of two processes
-            with pytest.raises(ValueError, match="no server"):
-                ResponseScorer(one, None).score(["a"], [""], [""], [{}])
-    assert len(parts) == 2
+    return responder.respond(spec, weights, prompts, noise, carry_over=CarryOver(**carry_over))
 
 
 def spec_of(**changes):
@@ -123,11 +88,11 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
         assert played.turns.rewards[row].tolist() == rewards + none
         answered = len(texts) - 1
         assert played.turns.roles[row].tolist() == ["user"] * answered + [""] * (TURNS - answered)
-        assert played.scores.rewards[row] == reward
+        assert played.rewards.rewards[row] == reward
         counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
     assert {done for _, done in counts} == {True, False}
-    assert not played.scores.failed.any()
+    assert not played.rewards.failed.any()
 
 
 def test_an_answer_is_written_in_its_role(mesh, pool, plain, monkeypatch):
@@ -166,7 +131,7 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     by_string = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of())
     by_token = run(pool, spec_of(eos=(1, 2, three), accept="match"), weights, prompts_of())
     check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
-    np.testing.assert_array_equal(by_string.scores.rewards, by_token.scores.rewards)
+    np.testing.assert_array_equal(by_string.rewards.rewards, by_token.rewards.rewards)
     np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
     forced = host(by_string.result.rollout).sources == Source.FORCED
     tokens = by_string.tokens
@@ -214,7 +179,7 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     played = run(pool, spec, weights, prompts, **options)
     new = host(played.result.rollout)
     check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
-    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+    np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
     forced = np.sum(new.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
         new.sources == Source.FORCED, np.asarray(expected.result.rollout.sources) == Source.FORCED
@@ -274,7 +239,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
     np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
-    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+    np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
 
 
 def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch):
@@ -306,7 +271,7 @@ def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch)
         both = list(threads.map(run_process, range(2)))
     for played in both:
         check_equal(host(played.result.rollout), host(expected.result.rollout))
-        np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+        np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
         np.testing.assert_array_equal(played.turns.ends, expected.turns.ends)
 
 

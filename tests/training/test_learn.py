@@ -20,7 +20,7 @@ def watched(monkeypatch):
     seen, real = [], learn.update
 
     def update(update_spec, state, batch, packed, **options):
-        arrays = jax.device_get((packed.rows, batch.mask, batch.advantages, packed.nodes))
+        arrays = jax.device_get((packed.row_ids, batch.mask, batch.advantages, packed.nodes))
         state, sums = real(update_spec, state, batch, packed, **options)
         seen.append((*arrays, jax.device_get(sums)))
         return state, sums
@@ -127,13 +127,13 @@ def test_eight_devices_take_the_same_rows(make_mesh, tmp_path, watched, changes)
 
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
     """Two functions and the price of length, each normalised in its group: by NumPy."""
-    collected, take_batch = [], loop.take_batch
+    collected, make_train_batch = [], loop.make_train_batch
 
-    def watch_batch(run, state, rollouts):
-        collected.append(rollouts[0].scores.by_function)
-        return take_batch(run, state, rollouts)
+    def watch_batch(run, state, rollouts, seconds):
+        collected.append(rollouts[0].rewards.by_function)
+        return make_train_batch(run, state, rollouts, seconds)
 
-    monkeypatch.setattr(loop, "take_batch", watch_batch)
+    monkeypatch.setattr(loop, "make_train_batch", watch_batch)
     changes = SOME_SIGNAL | {
         "algorithm.advantage": "gdpo", "reward.name": "small_runs:score_first_letter*2+format",
         "reward.format": "[0-4].*", "reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3,
@@ -169,12 +169,12 @@ def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     rewards = np.zeros(24, np.float32)
     rewards[5] = 1
     rewards[9] = 0.5  # a part of an answer solves nothing
-    collected = TrainBatch(Prompts(None, None, None, examples), None, rewards, {})
+    collected = TrainBatch(Prompts(None, None, None, examples), None, rewards, {}, 1, 1)
     got, values = learn.with_solutions(run, on_mesh, collected)
     got = jax.tree.map(np.asarray, got)
     assert values == {"update/solutions": pytest.approx(1 / 3)}
     np.testing.assert_array_equal(np.flatnonzero(got.given), [15])
-    answer = run.scorer.tokenizer.encode(examples[1].answer)
+    answer = run.responder.tokenizer.encode(examples[1].answer)
     np.testing.assert_array_equal(got.tokens[15], [0, 1, *answer, 1, *np.zeros(5), 8][:9])
     assert got.response_lens[15] == len(answer) + 1
     assert not np.any(got.advantages[15])

@@ -68,7 +68,7 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
         state = init_state(run, params)
         weights = [jax.tree.map(jnp.copy, state.rollout_weights(run))]
         expected = []
-        with run.scorer.pool:
+        with run.responder.pool:
             for step in range(1, STEPS + 1):
                 sampler = weights[max(0, step - 1 - staleness)]
                 batch, _ = loop.collect(run, state.rollout, sampler)
@@ -120,16 +120,16 @@ def test_rollouts_on_their_own_devices_are_the_same_run(run_ahead, tmp_path, mak
 
 def test_an_error_of_the_rollouts_thread_ends_the_run(tmp_path, make_mesh, monkeypatch):
     """In its own line, after the updates of the batches before it; and the thread ends."""
-    take_batch = loop.take_batch
+    make_train_batch = loop.make_train_batch
     names = []
 
-    def fail(run, state, rollouts):
+    def fail(run, state, rollouts, seconds):
         names.append(threading.current_thread().name)
         if state.step == 5:
             raise ValueError("no batch")
-        return take_batch(run, state, rollouts)
+        return make_train_batch(run, state, rollouts, seconds)
 
-    monkeypatch.setattr(loop, "take_batch", fail)
+    monkeypatch.setattr(loop, "make_train_batch", fail)
     changes = SMALL | {"rollout.staleness": 1, "mesh.rollout_devices": 1}
     with pytest.raises(ValueError, match="no batch") as error:
         _train(tmp_path / "run", make_mesh(1, 1, 1), changes)

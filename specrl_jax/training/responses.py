@@ -1,0 +1,166 @@
+"""Responses and their rewards: a `Responder` rolls prompts out and scores what comes back.
+
+Takes prompts and weights, gives `Responses`. With an environment a response is a whole episode
+(`episodes`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.data.prompts import select
+from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.environment_pool import EnvironmentPool
+from specrl_jax.rewards.sums import RewardSum
+from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rewards.workers import RewardPool, Rewards
+from specrl_jax.rollout.carry_over import CarryOver
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.forks import generate_forked
+from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.stop_strings import cut_at_stop
+from specrl_jax.rollout.turns import EpisodeRollout
+from specrl_jax.telemetry.metrics import Stopwatch
+from specrl_jax.training.episodes import Episodes, Turns, problems_of
+from specrl_jax.types import Drafts, Prompts, Rollout
+
+MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
+
+
+@dataclasses.dataclass(frozen=True)
+class Responses:
+    """B = Q·G finished responses to Q prompts, G in a row for each, with their rewards."""
+
+    prompts: Prompts  # [Q]; rows beyond theirs are padding
+    result: RolloutResult
+    tokens: np.ndarray  # int32 [B, R]
+    lens: np.ndarray  # int32 [B]
+    rewards: Rewards
+    turns: Turns | None = None  # of episodes
+    # The rows' last responses before these, int32 [B, R], and their lengths.
+    previous: tuple[np.ndarray, np.ndarray] | None = None
+    on_kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.result.rollout
+
+    def with_previous(self, previous: Drafts, on_kept_noise: np.ndarray) -> "Responses":
+        """Return the responses with the rows' last responses and their noise marks.
+
+        previous: the last responses of all rows that the rollout was given.
+        on_kept_noise: bool [Q, G], rows on noise that an earlier rollout had.
+        """
+        tokens, lens = hosts.fetch((previous.tokens, previous.lens))
+        rows = self.result.rows
+        kept = on_kept_noise.reshape(-1)
+        return dataclasses.replace(self, previous=(tokens[rows], lens[rows]), on_kept_noise=kept)
+
+    @property
+    def group_size(self) -> int:
+        return self.result.group_size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prompts, without padding."""
+        return len(self.prompts.lens) * self.group_size
+
+    @property
+    def group_rewards(self) -> np.ndarray:
+        """float32 [Q, G]"""
+        return self.rewards.rewards[: self.num_rows].reshape(-1, self.group_size)
+
+
+def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
+    """Mean reward of each function of a sum, before its weight; without padding."""
+    means = {}
+    for name in rollouts[0].rewards.by_function:
+        rewards = [x.rewards.by_function[name][: x.num_rows] for x in rollouts]
+        means[name] = float(np.concatenate(rewards).mean(dtype=np.float64))
+    return means
+
+
+@dataclasses.dataclass(frozen=True)
+class Responder:
+    """Rolls prompts out and scores the responses: one turn each, or episodes."""
+
+    pool: RewardPool | RewardSum | EnvironmentPool
+    tokenizer: Tokenizer
+    keep_special_tokens: bool = False  # in texts, but for the end of a response
+    thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
+    stop: tuple[str, ...] = ()  # texts that end a turn
+    keep_stop: bool = True  # texts hold the one that ended them
+    max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
+    # Share of the episodes that run, or wait, which the others do not wait for, [0, 1).
+    allow_unfinished: float = 0.0
+
+    def respond(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        prompts: Prompts,
+        noise: NoiseKey,
+        *,
+        carry_over: CarryOver = CarryOver(),
+        speculation: Speculation | None = None,
+        clock: Stopwatch | None = None,
+    ) -> Responses:
+        """Roll `prompts` out and score the responses; arguments as of `rollout.generate`.
+
+        clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward,
+          and of these the seconds that environments were waited for, as time/environment.
+        """
+        clock = clock or Stopwatch()
+        options = {"carry_over": carry_over, "speculation": speculation}
+        if self.max_turns:
+            with clock.timed("time/rollout"):
+                rollout = EpisodeRollout(spec, weights, prompts, noise, **options)
+            result, rewards, turns = Episodes(self, prompts, rollout, clock).play()
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+            return Responses(prompts, result, tokens, lens, rewards, turns)
+        roll_out = generate_forked if spec.forks else generate
+        with clock.timed("time/rollout"):
+            result = roll_out(spec, weights, prompts, noise, **options)
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+        with clock.timed("time/reward"):
+            prompts = select(prompts, result.groups)
+            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
+            parts = self.answer_parts(prompts, texts)
+            problems = problems_of(prompts, range(len(lens)), len(lens))
+            rewards = self.score(texts, *problems, parts)
+        return Responses(prompts, result, tokens, lens, rewards)
+
+    def text(self, ids: np.ndarray) -> str:
+        """Decode what rewards see of a response, int [n]."""
+        ids = ids.tolist()
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids.pop()
+        text = self.tokenizer.decode(ids, self.keep_special_tokens)
+        return cut_at_stop(text, self.stop, self.keep_stop)
+
+    def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
+        """Return the answer part of each response, texts [B], to Q prompts; None without one."""
+        group = len(texts) // len(prompts.lens)
+        begun = [self._begins_thought(prompts, q) for q in range(len(prompts.lens))]
+        return [self.thought_tags.answer_part(x, begun[i // group]) for i, x in enumerate(texts)]
+
+    def _begins_thought(self, prompts: Prompts, q: int) -> bool:
+        """Return whether a prompt leaves a thought open: at its end, or in what is continued."""
+        prompt = prompts.examples[q].prompt
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            return self.thought_tags.is_open(prompt[-1]["content"])
+        tokens = prompts.tokens[q, : prompts.lens[q]][-MAX_TAG:].tolist()
+        return self.thought_tags.has_begun(self.tokenizer.decode(tokens, keep_special=True))
+
+    def score(self, texts: Sequence, *problems: list) -> Rewards:
+        """Return the pool's rewards; every process scores a part and gets those of the others.
+
+        An error of a pool in one process is raised in all.
+        """
+        part = hosts.own_part(len(texts))
+        own = functools.partial(self.pool.score, texts[part], *(x[part] for x in problems))
+        return Rewards.joined(hosts.gather_results(own))
