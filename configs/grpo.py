@@ -188,7 +188,7 @@ def base() -> ConfigDict:
     curriculum.name = "uniform"  # uniform | speed (screened first) | mopps | easy_to_hard
     curriculum.screening = 2  # speed: responses of a group that screen its prompt; paper 4
     curriculum.low = 0.0  # speed: a prompt is kept if its mean reward is above this
-    curriculum.high = 1.0  # speed: … below this; threshold: range of pass rates
+    curriculum.high = 1.0  # speed: and below this; threshold: pass rates in [low, high]
     curriculum.reuse_screening = True  # speed: train on the screening responses too (biased)
     curriculum.candidates = 4.0  # mopps: candidates per prompt of the batch
     curriculum.select = "nearest"  # mopps: nearest (to the target) | threshold (in [low, high])

@@ -44,7 +44,6 @@ class Kind:
     names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
 
     def choices(self) -> tuple[str, ...]:
-        """Return the names of a choice."""
         return tuple(n for name in self.names for n in (load(name) if ":" in name else [name]))
 
     def broken(self, value: Any) -> str:
