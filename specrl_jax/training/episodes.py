@@ -13,7 +13,7 @@ for, so that no clock decides which rows are computed together.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.turns import EpisodeRollout
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Prompts
-
-if TYPE_CHECKING:
-    from specrl_jax.training.responses import Responder
 
 
 class Turns(NamedTuple):
@@ -61,12 +58,10 @@ class Episodes:
     the environments of a part of the rows.
     """
 
-    def __init__(
-        self, responder: "Responder", prompts: Prompts, rollout: EpisodeRollout, clock: Stopwatch
-    ):
+    def __init__(self, responder: Any, prompts: Prompts, rollout: EpisodeRollout, clock: Stopwatch):
         rows = len(prompts.lens) * rollout.spec.group_size
         self.spec = rollout.spec
-        self.responder = responder
+        self.responder = responder  # `responses.Responder`
         self.rollout = rollout
         self.clock = clock
         shape = (rows, responder.max_turns)

@@ -7,7 +7,7 @@ part (`collect`).
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,6 @@ from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
-if TYPE_CHECKING:
-    from specrl_jax.training.collect import WholeRollout
-    from specrl_jax.training.rollout_queue import RolloutQueue
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -54,7 +50,7 @@ class Run:
     responder: Responder
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: "WholeRollout"  # way to collect a batch: one of `collect.COLLECTORS`
+    collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
@@ -229,7 +225,7 @@ class RunState:
 
     train: PolicyState
     rollout: RolloutState
-    queue: "RolloutQueue"  # batches whose update comes later
+    queue: Any  # `rollout_queue.RolloutQueue`: batches whose update comes later
     origin: Origin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
