@@ -59,14 +59,14 @@ def test_a_critic_that_diverged_is_not_saved(mesh, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_a_later_checkpoint_goes_on_as_that_run_did(good, mesh, tmp_path, capsys):
-    """Up to rounding: an update that may be skipped is another program."""
-    run, origin = tmp_path / "run", f"{good}@3"
+def test_a_run_from_a_later_checkpoint_goes_on_as_that_run_did(mesh, tmp_path, capsys):
+    """With another field, which changes no program."""
+    good, run = tmp_path / "good", tmp_path / "run"
+    origin = f"{good}@3"
+    loop.train(small_config(EVERY_STEP | {"updates.skip_nonfinite": 2}), good)
     config = small_config(EVERY_STEP | {"updates.skip_nonfinite": 3})
     loop.train(config, run, origin)
-    (record,) = records(run)
-    assert record.pop("update/skipped") == 0
-    assert record == pytest.approx(records(good)[-1], rel=1e-6)
+    assert records(run) == records(good)[-1:]
     assert _steps(run) == ["3", "4"]
     capsys.readouterr()
     loop.train(config, run, origin)  # the same command again

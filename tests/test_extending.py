@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md and docs/agents.md, each saved and run as its reader would."""
+"""Recipes of docs/extending.md and docs/agents.md, each saved and run as its reader would."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What an environment is: a plain class that answers an episode's responses by `Step`s.
+"""Protocol of an environment: a plain class that answers an episode's responses by `Step`s.
 
 One object is made for an episode. It lives in a process of the workers (`environment_process`),
 within limits of time and memory, until the episode is over. No JAX.

@@ -1,4 +1,4 @@
-"""The folded vocabulary."""
+"""Rows of a folded vocabulary."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What rewards see of a response, and their errors in several processes."""
+"""Parts of a response that rewards see, and errors of rewards in several processes."""
 
 import numpy as np
 import pytest

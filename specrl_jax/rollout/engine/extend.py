@@ -167,13 +167,19 @@ def extend(
     free = on_shards(_free_slots, rows.done, rows.index, like=rows.lens)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
-        tokens, depths, ends, parents = (x[chunk] for x in prefixes.sequences)
-        hidden, stacked = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
+        sequences = jax.tree.map(lambda x: x[chunk], prefixes.sequences)
+        hidden, stacked = model(
+            sequences.tokens,
+            positions_BT=sequences.depths,
+            ends_BT=sequences.ends,
+            gives_cache=True,
+        )
         head_cache = []
         if spec.draft_head is not None:
             head = DraftHead(spec.model, weights["draft_head"])
-            states = take_slots(hidden, parents)
-            _, own = head(states, model.lookup(tokens), positions_BT=depths, ends_BT=ends)
+            states = take_slots(hidden, sequences.parents)
+            embedded = model.lookup(sequences.tokens)
+            _, own = head(states, embedded, positions_BT=sequences.depths, ends_BT=sequences.ends)
             head_cache = [own]
 
         def run_block(number: Array, state: tuple) -> tuple:
