@@ -53,6 +53,8 @@ def test_a_final_answer_has_part_of_the_credit_that_reasoning_gyms_own_scorer_gi
     assert played == ("", 1 / 7, True)
 
 
+ANSWER = "lapis lazuli"  # no number: the search below would find it in addresses of objects
+SEARCH = f"any({ANSWER!r} in str(o) for o in gc.get_objects() if type(o) is dict)"
 CUT = "a" * MAX_OUTPUT + "...\n"
 # Calls of an episode in their order, and what each is answered.
 CALLS = {
@@ -74,7 +76,8 @@ CALLS = {
     "_, len(str(7**9999))": "(10, 8451)\n",
     "'é\\ud800'": "'é\\ud800'\n",
     "import socket; socket.socket()": "PermissionError: [Errno 1] Operation not permitted\n",
-    "import gc; any('4711' in str(o) for o in gc.get_objects() if type(o) is dict)": "False\n",
+    f"import gc; {SEARCH}": "False\n",
+    f"held = {{'x': {ANSWER!r}}}; {SEARCH}": "True\n",
     "import os; open(f'/proc/{os.getppid()}/mem', 'rb')": "PermissionError: [Errno 13] ",
     "open('kept', 'w').write('1'); os.listdir()": "['kept']\n",
     "open(os.path.expanduser('~/../x'), 'w')": "PermissionError: [Errno 13] ",
@@ -85,14 +88,14 @@ CALLS = {
 def test_an_episode_of_calls_in_its_own_process():
     """Each call sees what the calls before it have left, and nothing of the answer."""
     with EnvironmentPool("python", timeout=8.0, memory_mib=256, workers=1) as pool:
-        episodes = pool.begin([("4711", "", {})] * 2)
+        episodes = pool.begin([(ANSWER, "", {})] * 2)
         for code, output in CALLS.items():
             pool.submit(episodes[:1], [f"<tool_call>{code}</tool_call>"])
             (answer,) = pool.collect(episodes[:1]).values()
             assert answer.observation.startswith(output), (code, answer)
             assert output.endswith(" ") or answer.observation == output
             assert (answer.role, answer.done, answer.failure) == ("tool", False, "")
-        last = ["4711", "<tool_call>x</tool_call>"]
+        last = [ANSWER, "<tool_call>x</tool_call>"]
         pool.submit(episodes, last)
         done, other = pool.collect(episodes).values()
         assert (done.reward, done.done) == (1.0, True)
