@@ -68,16 +68,9 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch,
     rollouts: list[Responses] = []
     while run.collector.wants_rollout(state, rollouts):
         with clock.timed("time/rollout"):
-            prompts, carry_over, previous = next_inputs(run, state)
-            noise = state.noise(prompts)
+            inputs, previous = next_inputs(run, state)
         responses = run.responder.respond(
-            run.rollout_spec,
-            weights,
-            prompts,
-            noise,
-            carry_over=carry_over,
-            speculation=state.speculation,
-            clock=clock,
+            run.rollout_spec, weights, inputs, speculation=state.speculation, clock=clock
         )
         rollouts.append(state.observe(run, responses, previous))
     return make_train_batch(run, state, rollouts, clock.take()), rollouts
@@ -210,9 +203,8 @@ def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple
     """Time decode steps of the next rollout."""
     # A copy of the stream: the run's first batch is not used up.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
-    prompts, carry_over, _ = next_inputs(run, ahead)
-    noise = NoiseKey(state.key, 0)
-    return time_decoding(run.rollout_spec, weights, prompts, noise, carry_over)
+    inputs, _ = next_inputs(run, ahead)
+    return time_decoding(run.rollout_spec, weights, inputs)
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

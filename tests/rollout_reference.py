@@ -21,11 +21,10 @@ from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
 from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
@@ -145,15 +144,13 @@ def match_spec(width=1, **kwargs) -> RolloutSpec:
 
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
-    log_lenience=0.0, history=None, max_lens=None, speculation=None, **carry_over,
+    log_lenience=0.0, history=None, max_lens=None, speculation=None, **others,
 ):  # fmt: skip
     """`generate` with all of its inputs by name."""
     key = jax.random.key(KEY) if key is None else key
-    return generate(
-        spec, weights, prompts, NoiseKey(key, step, purpose),
-        carry_over=CarryOver(drafts, log_lenience, history, **carry_over),
-        max_lens=max_lens, speculation=speculation,
-    )  # fmt: skip
+    noise = NoiseKey(key, step, purpose)
+    inputs = RolloutInputs(prompts, noise, drafts, log_lenience, history, **others)
+    return generate(spec, weights, inputs, max_lens=max_lens, speculation=speculation)
 
 
 def run(spec, weights, prompts, step=0, **options):

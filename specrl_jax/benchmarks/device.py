@@ -38,10 +38,9 @@ from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
@@ -250,14 +249,17 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 # Shares of the limits ----------------------------------------------------------------------------
 
 
-def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> RolloutCase:
-    """Return a rollout of one bucket and one width, whose rows all end at one length."""
+def _case(size: Size, *, length: int = 0, width: int = 1, **drafts: Any) -> RolloutCase:
+    """Return a rollout of one bucket and one width, whose rows all end at one length.
+
+    drafts: fields of `RolloutInputs`.
+    """
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    noise = NoiseKey(jax.random.key(0), 1)
-    return functools.partial(generate, spec, weights, prompts, noise, max_lens=lens, **options)
+    inputs = RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), **drafts)
+    return functools.partial(generate, spec, weights, inputs, max_lens=lens)
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
@@ -266,9 +268,9 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    carry_over = CarryOver(history=as_history(rollout.tokens, rollout.lens, GROUP))
+    history = as_history(rollout.tokens, rollout.lens, GROUP)
     for width in (1, size.max_width):
-        case = plain if width == 1 else _case(size, width=width, carry_over=carry_over)
+        case = plain if width == 1 else _case(size, width=width, history=history)
         steps = run_case(case).stats.decode_steps  # compiles
         seconds = _repeat(lambda case=case: run_case(case).step_seconds)
         note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
@@ -298,7 +300,7 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
-    verified = _case(size, carry_over=CarryOver(Drafts.of(_case(size)().rollout)))
+    verified = _case(size, drafts=Drafts.of(_case(size)().rollout))
     prompts = size.rows // GROUP * size.prompt_len
     drafted = size.rows * size.response_len
     flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
@@ -329,10 +331,9 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     history = as_history(stored, lens, GROUP)
     cache = init_cache(size.model, size.rows, spec.buckets(size.rows).slots)
     noise = NoiseKey(jax.random.key(0), 1)
-    visits = np.zeros((len(prompts.lens), GROUP), int)
 
     def rows_half_way() -> Rows:
-        rows = start_all_rows(spec, prompts, noise, visits)
+        rows = start_all_rows(spec, prompts, noise)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = rows_half_way()

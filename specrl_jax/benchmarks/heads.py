@@ -25,7 +25,7 @@ from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
-from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
@@ -76,13 +76,13 @@ def _accepted(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of draft."""
     weights = state.rollout_weights(run)
-    noise = NoiseKey(run.key, _FRESH)
+    inputs = RolloutInputs(prompts, NoiseKey(run.key, _FRESH))
     sampling = run.rollout_spec.sampling
     heads = {"no drafts": None, "coupled": sampling, "greedy": SamplingConfig(temperature=0)}
     cases = {}
     for label, head in heads.items():
         spec = _spec(run, head, run.rollout_spec.max_width if head else 1)
-        cases[label] = RolloutCase(generate, spec, weights, prompts, noise, speculation=_Widest())
+        cases[label] = RolloutCase(generate, spec, weights, inputs, speculation=_Widest())
         run_case(cases[label])  # compiles
     rounds = [[run_case(case) for case in cases.values()] for _ in range(repeats)]
     plain = rounds[0][0]
@@ -111,9 +111,8 @@ def _update_seconds(
     run: Run, state: RunState, prompts: Prompts, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the seconds of one update of all rows without the head, and with it, made in turn."""
-    result = generate(
-        _spec(run, None, 1), state.rollout_weights(run), prompts, NoiseKey(run.key, 0)
-    )
+    inputs = RolloutInputs(prompts, NoiseKey(run.key, 0))
+    result = generate(_spec(run, None, 1), state.rollout_weights(run), inputs)
     batch = make_batch(prompts, result.rollout)
     rows = np.arange(run.config.updates.mini_batch_size)
     packed = pack_rows(run.update_spec, RowTokens.fetch(batch), rows)

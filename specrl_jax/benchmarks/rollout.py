@@ -25,13 +25,12 @@ from specrl_jax.models.load import SHAPES
 from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
 from specrl_jax.process import runtime
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import NoiseKey, generate, time_decoding
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -264,28 +263,27 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     # The longest is 8 times the median.
     lens = long_tailed(size.rows, size.response_len, size.response_len / 8)
     weights = random_weights(size.model)
-    prompts = random_prompts(size, size.rows)
-    noise = NoiseKey(jax.random.key(0), 1)
+    inputs = RolloutInputs(random_prompts(size, size.rows), NoiseKey(jax.random.key(0), 1))
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)
     cases = {
-        "naive loop": functools.partial(generate, naive, weights, prompts, noise, max_lens=lens),
-        "no drafts": functools.partial(generate, plain, weights, prompts, noise, max_lens=lens),
+        "naive loop": functools.partial(generate, naive, weights, inputs, max_lens=lens),
+        "no drafts": functools.partial(generate, plain, weights, inputs, max_lens=lens),
     }
     rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, history = make_drafts(rollout, rate, size.model.vocab_size, rng)
-        for kind, spec, carry_over in (
-            ("previous", plain, CarryOver(previous)),
-            ("tree", tree, CarryOver(history=history)),
-            ("previous+tree", tree, CarryOver(previous, history=history)),
+        for kind, spec, drafts in (
+            ("previous", plain, {"drafts": previous}),
+            ("tree", tree, {"history": history}),
+            ("previous+tree", tree, {"drafts": previous, "history": history}),
         ):
-            seconds = time_decoding(spec, weights, prompts, noise, carry_over)
+            drafted = dataclasses.replace(inputs, **drafts)
+            seconds = time_decoding(spec, weights, drafted)
             options = {"max_lens": lens, "speculation": Speculation(seconds)}
-            rolls_out = functools.partial(generate, spec, weights, prompts, noise, **options)
-            case = functools.partial(rolls_out, carry_over=carry_over)
+            case = functools.partial(generate, spec, weights, drafted, **options)
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +18,9 @@ from specrl_jax.benchmarks.rollout import Log, Report, TimedRollout, as_history,
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
@@ -39,15 +39,15 @@ class _Case:
     lenience: float = 1.0
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
-    def carry_over(self, written: Rollout) -> CarryOver:
-        """Return what is drafted of earlier responses."""
+    def drafts_of(self, written: Rollout) -> dict[str, Any]:
+        """Return the fields of `RolloutInputs` by which earlier responses are drafts."""
         if not self.drafted:
-            return CarryOver()
+            return {}
         if not self.spec.draft_source:
-            return CarryOver(Drafts.of(written), math.log(self.lenience))
+            return {"drafts": Drafts.of(written), "log_lenience": math.log(self.lenience)}
         tokens = np.asarray(written.tokens)
         lens = np.asarray(written.lens)
-        return CarryOver(history=as_history(tokens, lens, self.spec.group_size))
+        return {"history": as_history(tokens, lens, self.spec.group_size)}
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
@@ -69,20 +69,17 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     written, weights = _write_and_train(run, params, prompts, steps, drift)
     lens = np.array([x.lens for x in written])
 
-    def respond(case: _Case, step: int, carry_over: CarryOver) -> TimedRollout:
+    def respond(case: _Case, step: int, written: Rollout) -> TimedRollout:
         noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
-        options = {"noise": noise, "carry_over": carry_over}
-        return run_case(functools.partial(generate, case.spec, weights, prompts, **options))
+        inputs = RolloutInputs(prompts, noise, **case.drafts_of(written))
+        return run_case(functools.partial(generate, case.spec, weights, inputs))
 
     cases = list(_cases(run))
     for case in cases:
-        respond(case, steps[0], case.carry_over(written[0]))
+        respond(case, steps[0], written[0])
         log(f"{case.label}: compiled")
     # In turn, so that other work on the machine slows all of them alike.
-    rounds = [
-        [respond(case, step, case.carry_over(x)) for case in cases]
-        for step, x in zip(steps, written)
-    ]
+    rounds = [[respond(case, step, x) for case in cases] for step, x in zip(steps, written)]
     rows = []
     for case, runs in zip(cases, zip(*rounds)):
         plain = [x[0].seconds for x in rounds]
@@ -106,7 +103,7 @@ def _write_and_train(
     state = init_state(run, params)
     older = rollout_weights(run.model, state.policy(run.model))
     written = [
-        generate(run.rollout_spec, older, prompts, NoiseKey(run.key, step)).rollout
+        generate(run.rollout_spec, older, RolloutInputs(prompts, NoiseKey(run.key, step))).rollout
         for step in steps
     ]
     with run.responder.pool:

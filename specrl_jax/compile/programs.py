@@ -28,7 +28,6 @@ from specrl_jax.compile.shapes import (
 )
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
-from specrl_jax.rollout.carry_over import append_forced
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_history
 from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
@@ -36,6 +35,7 @@ from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.engine.feed import feed
 from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
 from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.turns import append_forced
 from specrl_jax.training import memory
 from specrl_jax.training.build import frozen_steps
 

@@ -34,12 +34,13 @@ from specrl_jax.models.transformer import (
 )
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
-from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.all_rows import read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import axes, eval_shape, move
 from specrl_jax.training.build import policy_schedule, store_shape, training_spec
 from specrl_jax.training.group_buffer import trained_group_size
@@ -104,8 +105,7 @@ class RolloutShapes:
     def all_rows(self) -> Rows:
         def start(key: jax.Array) -> Rows:
             made_up = made_up_prompts(self.spec, self.rows)
-            steps = np.zeros((len(made_up.lens), self.spec.group_size), int)
-            return start_all_rows(self.spec, made_up, NoiseKey(key, 0), steps)
+            return start_all_rows(self.spec, made_up, NoiseKey(key, 0))
 
         return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
 

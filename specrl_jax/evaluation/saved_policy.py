@@ -23,7 +23,7 @@ from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
 from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
-from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.rollout.stop_strings import cut_at_stop, make_stop_strings
 from specrl_jax.sharding import shards
@@ -99,7 +99,7 @@ class SavedPolicy:
         """
         prompts = self.prompts(prompt)
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
-        rollout = generate(spec, weights, prompts, self.noise(number)).rollout
+        rollout = generate(spec, weights, RolloutInputs(prompts, self.noise(number))).rollout
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
         text = self.tokenizer.decode(tokens[0, : lens[0]].tolist())
         strings = spec.stop.strings if spec.stop else ()

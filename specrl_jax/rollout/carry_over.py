@@ -1,4 +1,4 @@
-"""State between two rollouts: `CarryOver` goes in, `RunAhead` and `Resumed` come out.
+"""State between two rollouts: `RunAhead` and `Resumed`.
 
 *Run-ahead* (SRT, arXiv 2601.09083): prompts of the next step are rolled out in slots that would be
 idle, with that step's noise. Their tokens are drafts for the match rule, so they change nothing.
@@ -10,20 +10,17 @@ ratio is its importance weight. Within a step short responses are done first; no
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.rows import Rows, where_rows
-from specrl_jax.rollout.stop_strings import NOTHING, StopStrings, turn_ends
-from specrl_jax.sharding import put, reshard, take_rows
-from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart, TokenColumns
+from specrl_jax.sharding import reshard
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, StatePart, TokenColumns
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
@@ -120,16 +117,16 @@ def without_drafts(drafts: Drafts, rows: Array) -> Drafts:
 
 
 @jax.jit
-def restore(all_rows: Rows, begun: PartialRows) -> Rows:
+def write_partial_rows(all_rows: Rows, partial_rows: PartialRows) -> Rows:
     """Return all rows with the tokens and state that they hold already, [B]."""
-    have = begun.rollout.lens > 0
-    margin = all_rows.tokens.shape[1] - begun.rollout.tokens.shape[1]
+    rollout = partial_rows.rollout
+    have = rollout.lens > 0
+    margin = all_rows.tokens.shape[1] - rollout.tokens.shape[1]
 
     def write(old: Array, new: Array) -> Array:
         wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
         return where_rows(have, wide, old)
 
-    rollout = begun.rollout
     columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(rollout))
     last = read_slots(columns.tokens, jnp.maximum(rollout.lens - 1, 0), 1)[:, 0]
     return dataclasses.replace(
@@ -137,143 +134,7 @@ def restore(all_rows: Rows, begun: PartialRows) -> Rows:
         lens=jnp.where(have, rollout.lens, all_rows.lens),
         last=jnp.where(have, last, all_rows.last),
         prefix_lens=jnp.where(have, rollout.prefix_lens, all_rows.prefix_lens),
-        done=begun.done,
+        done=partial_rows.done,
         sources=write(all_rows.sources, rollout.sources),
         **vars(columns),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class CarryOver:
-    """Drafts and rows that a rollout takes up from earlier ones, and limits at which it may end."""
-
-    drafts: Drafts | None = None  # [Q * G], for the acceptance rule to verify
-    log_lenience: float = 0.0  # log ℓ of the rule in nats, in [-inf, inf]
-    # Stored responses for the draft source: of the prompts, then of the next step's prompts.
-    history: DraftHistory | None = None
-    next_prompts: Prompts | None = None  # of step + 1, for run-ahead
-    next_noise_steps: np.ndarray | None = None  # int [Q, G], of `next_prompts`; None: step + 1
-    resumed: Resumed | None = None  # unfinished groups; their prompts come first in `prompts`
-    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
-    fillers: int = 0  # prompts, the last ones, that only fill the rollout's shape
-    # [Q * G], what rows already hold, from forks. A draft begins with what its row holds.
-    partial_rows: PartialRows | None = None
-
-
-# --- turns ----------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, donate_argnames="all_rows")
-def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
-    """Append the first `lens` [B] of `tokens` [B, O] to the rows marked in `answered` bool [B].
-
-    No policy drew these tokens. The rows go on with another turn.
-    """
-    columns = all_rows.tokens.shape[1]
-    positions = jnp.arange(columns)[None, :]
-    ends = all_rows.lens + jnp.where(answered, lens, 0)
-    new = (positions >= all_rows.lens[:, None]) & (positions < ends[:, None])
-    wide = jnp.pad(all_rows.tokens, ((0, 0), (0, tokens.shape[1])))
-    moved = write_slots(wide, tokens, all_rows.lens)[:, :columns]
-
-    def clear(x: Array) -> Array:
-        return jnp.where(jnp.expand_dims(new, tuple(range(2, x.ndim))), jnp.zeros_like(x), x)
-
-    cleared = jax.tree.map(clear, TokenColumns.of(all_rows))
-    written = jnp.where(new, moved, all_rows.tokens)
-    last = read_slots(written, jnp.maximum(ends - 1, 0), 1)[:, 0]
-    return dataclasses.replace(
-        all_rows,
-        lens=ends,
-        last=jnp.where(answered, last, all_rows.last),
-        done=all_rows.done & ~answered,
-        sources=jnp.where(new, jnp.int8(Source.FORCED), all_rows.sources),
-        **vars(cleared) | {"tokens": written},
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("eos_ids", "stop"))
-def turn_drafts(
-    drafts: Drafts,
-    holds: Rollout | Rows | None,
-    done: Array | None,
-    eos_ids: tuple[int, ...],
-    stop: StopStrings | None = None,
-) -> Drafts:
-    """Return drafts [B], each cut at the end of the turn that its row is about to take.
-
-    A draft counts only if it begins with all tokens that its row holds; else its length is 0. Its
-    length includes these tokens.
-
-    holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used
-    with `holds` alone.
-    """
-    slots = drafts.tokens.shape[1]
-    positions = jnp.arange(slots)[None, :]
-    begin = jnp.zeros_like(drafts.lens) if holds is None else holds.lens
-    same = drafts.lens > begin
-    if holds is not None:
-        differ = (drafts.tokens != holds.tokens[:, :slots]) & (positions < begin[:, None])
-        same &= ~jnp.any(differ, axis=1) & ~done
-    own = jnp.where(positions < begin[:, None], NOTHING, drafts.tokens)
-    before = ((0, 0), (stop.window if stop else 0, 0))
-    ends = turn_ends(eos_ids, stop, jnp.pad(own, before, constant_values=NOTHING))
-    ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
-    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
-    lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)
-    return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))
-
-
-# --- forks ----------------------------------------------------------------------------------------
-
-
-@jax.jit
-def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
-    """Return rows [B], each of which begins with the first tokens of its parent row.
-
-    parents, lens: int32 [B]. A row that is its own parent stays as it is.
-    """
-    taken = take_rows(rollout, parents)
-    own = reshard(parents == jnp.arange(len(parents)), "batch")
-    lens = reshard(lens, "batch")
-    copied = jnp.arange(rollout.tokens.shape[1])[None, :] < lens[:, None]
-    sources = jnp.where(copied, jnp.int8(Source.COPIED), jnp.int8(Source.SAMPLED))
-    return dataclasses.replace(
-        taken,
-        lens=jnp.where(own, taken.lens, lens),
-        prefix_lens=jnp.where(own, taken.prefix_lens, 0),
-        sources=where_rows(own, taken.sources, sources),
-    )
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-
-def take(tree, row_ids: np.ndarray, rows: int | None = None):
-    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `rows` rows."""
-    picks = np.full((rows or len(row_ids), 2), -1)
-    picks[: len(row_ids), 0] = 0
-    picks[: len(row_ids), 1] = row_ids
-    return assemble([tree], picks)
-
-
-def assemble(parts: Sequence, picks: np.ndarray):
-    """Return a pytree of [n, ...], whose rows come from several pytrees of [B, ...].
-
-    picks: int [n, 2], (number of the part, row in that part) for each row of the result. Part -1
-    gives a row of zeros, which holds no tokens.
-    """
-    result = None
-    for number, part in enumerate(parts):
-        here = picks[:, 0] == number
-        index = np.where(here, picks[:, 1], 0).astype(np.int32)
-        result = _fill(result, part, put(index, None), put(here, "batch"))
-    return result
-
-
-@jax.jit
-def _fill(result, part, index: Array, here: Array):
-    """Write rows `index` of a part into the rows marked in `here`; result None: zeros elsewhere."""
-    taken = take_rows(part, index)
-    before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
-    return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)

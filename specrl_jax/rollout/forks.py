@@ -20,42 +20,39 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.carry_over import CarryOver, fork_rows, turn_drafts
-from specrl_jax.rollout.engine.all_rows import NoiseKey
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutResult, generate
-from specrl_jax.sharding import put
-from specrl_jax.types import PartialRows, Prompts, Rollout
+from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, generate
+from specrl_jax.rollout.rows import where_rows
+from specrl_jax.rollout.turns import turn_drafts
+from specrl_jax.sharding import put, reshard, take_rows
+from specrl_jax.types import PartialRows, Rollout, Source
 
 
 def generate_forked(
     spec: RolloutSpec,
     weights: Params,
-    prompts: Prompts,
-    noise: NoiseKey,
+    inputs: RolloutInputs,
     *,
-    carry_over: CarryOver = CarryOver(),
     speculation: Speculation | None = None,
 ) -> RolloutResult:
     """Roll out G responses to each of Q prompts that fork as `spec.forks` says.
 
-    Arguments as of `generate`; `carry_over` has drafts and history alone.
+    Arguments: see `generate`. The inputs take up nothing but drafts and history.
     """
-    groups = _Groups(spec, prompts, noise)
+    groups = _Groups(spec, inputs)
     stats = []
     while True:
         limits = groups.limits
         result = generate(
             spec,
             weights,
-            prompts,
-            noise,
-            carry_over=groups.take_up(carry_over, limits),
+            groups.next_inputs(limits),
             max_lens=limits,
             speculation=speculation,
         )
@@ -68,12 +65,11 @@ def generate_forked(
 class _Groups:
     """Groups in progress; arrays are [Q, G], but for those of rows."""
 
-    def __init__(self, spec: RolloutSpec, prompts: Prompts, noise: NoiseKey):
-        shape = (len(prompts.lens), spec.group_size)
+    def __init__(self, spec: RolloutSpec, inputs: RolloutInputs):
+        shape = (len(inputs.prompts.lens), spec.group_size)
         self.spec = spec
-        self.prompts = prompts
-        self.noise = noise
-        self.key_words = hosts.fetch(jax.random.key_data(noise.key)).tolist()
+        self.inputs = inputs
+        self.key_words = hosts.fetch(jax.random.key_data(inputs.noise.key)).tolist()
         self.waiting = np.broadcast_to(np.arange(shape[1]) >= spec.forks.roots, shape)
         self.done = self.waiting  # rows that get no more tokens now
         self.lens = np.zeros(shape, np.int32)
@@ -89,16 +85,16 @@ class _Groups:
             stop = np.minimum(self.lens + self.spec.forks.segment, slots)
         return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
 
-    def take_up(self, carry_over: CarryOver, limits: np.ndarray) -> CarryOver:
-        """Return `carry_over` with what the rows hold, and their drafts up to the limits [B]."""
+    def next_inputs(self, limits: np.ndarray) -> RolloutInputs:
+        """Return the inputs with what the rows hold, and their drafts up to the limits [B]."""
         done = put(self.done.reshape(-1), "batch")
-        begun = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
-        drafts = carry_over.drafts
+        partial_rows = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
+        drafts = self.inputs.drafts
         if drafts is not None:
             drafts = turn_drafts(drafts, self.rollout, done, self.spec.eos_ids, self.spec.stop)
             lens = jnp.minimum(drafts.lens, put(limits, "batch"))
             drafts = dataclasses.replace(drafts, lens=lens)
-        return dataclasses.replace(carry_over, drafts=drafts, partial_rows=begun)
+        return dataclasses.replace(self.inputs, drafts=drafts, partial_rows=partial_rows)
 
     def fork(self, result: RolloutResult) -> None:
         """Let waiting rows begin with what others hold after `result`."""
@@ -121,11 +117,9 @@ class _Groups:
 
     def _boundary(self, group: int, row: int) -> int:
         """Draw a boundary before the last token of the ended row that `row` forks from."""
-        step = self.noise.step
-        if self.noise.noise_steps is not None:
-            step = self.noise.noise_steps[group, row]
+        step = self.inputs.noise.steps_of(*self.lens.shape)[group, row]
         segment = self.spec.forks.segment
-        ids = self.prompts.ids[group].tolist()
+        ids = self.inputs.prompts.ids[group].tolist()
         rng = np.random.default_rng([*self.key_words, int(step), *ids, row])
         return int(rng.integers(-(-self.lens[group, row] // segment))) * segment
 
@@ -148,3 +142,22 @@ def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndar
         count = min(len(free), len(turns))
         own[free[:count]] = turns[:count]
     return parents
+
+
+@jax.jit
+def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
+    """Return rows [B], each of which begins with the first tokens of its parent row.
+
+    parents, lens: int32 [B]. A row that is its own parent stays as it is.
+    """
+    taken = take_rows(rollout, parents)
+    own = reshard(parents == jnp.arange(len(parents)), "batch")
+    lens = reshard(lens, "batch")
+    copied = jnp.arange(rollout.tokens.shape[1])[None, :] < lens[:, None]
+    sources = jnp.where(copied, jnp.int8(Source.COPIED), jnp.int8(Source.SAMPLED))
+    return dataclasses.replace(
+        taken,
+        lens=jnp.where(own, taken.lens, lens),
+        prefix_lens=jnp.where(own, taken.prefix_lens, 0),
+        sources=where_rows(own, taken.sources, sources),
+    )

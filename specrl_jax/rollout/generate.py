@@ -1,7 +1,7 @@
 """One rollout: prompts and drafts in, responses with their log-probs out.
 
 `generate` starts all rows, lets the scheduler bring them to their end, and reads the result.
-`carry_over.py` holds what one rollout leaves to the next.
+`carry_over` holds what one rollout leaves to the next.
 """
 
 import dataclasses
@@ -12,23 +12,41 @@ from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.carry_over import (
-    CarryOver,
     Resumed,
     RunAhead,
     as_drafts,
-    assemble,
-    restore,
-    take,
     without_drafts,
+    write_partial_rows,
 )
 from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.engine.all_rows import NoiseKey, cut_drafts, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.all_rows import cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.runner import Requests, Runner, Stats
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, time_steps
+from specrl_jax.rollout.rows import assemble, take
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutInputs:
+    """Prompts of a rollout, their noise, what it takes up from earlier ones, and where it ends."""
+
+    prompts: Prompts  # [Q]
+    noise: NoiseKey
+    drafts: Drafts | None = None  # [Q * G], for the acceptance rule to verify
+    log_lenience: float = 0.0  # log ℓ of the rule in nats, in [-inf, inf]
+    # Stored responses for the draft source: of the prompts, then of the next step's prompts.
+    history: DraftHistory | None = None
+    next_prompts: Prompts | None = None  # [Q'], of step + 1, for run-ahead
+    next_noise_steps: np.ndarray | None = None  # int [Q', G], of `next_prompts`; None: step + 1
+    resumed: Resumed | None = None  # unfinished groups; their prompts come first in `prompts`
+    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
+    fillers: int = 0  # prompts, the last ones, that only fill the rollout's shape
+    # [Q * G], what rows already hold, from forks. A draft begins with what its row holds.
+    partial_rows: PartialRows | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +73,17 @@ class RolloutResult:
         """Return the indices of these rows among the rows of all given prompts, int32 [Q * G]."""
         return _rows_of(self.groups, self.group_size)
 
+    def take_groups(self, groups: np.ndarray) -> "RolloutResult":
+        """Return the result of these groups, int [n], numbers in the order of the rows."""
+        row_ids = _rows_of(groups, self.group_size)
+        return dataclasses.replace(
+            self,
+            rollout=take(self.rollout, row_ids),
+            noise_steps=self.noise_steps[groups],
+            draft_lens=self.draft_lens[row_ids],
+            resumed_lens=self.resumed_lens[row_ids],
+        )
+
     def metrics(self) -> dict[str, float]:
         """Return figures under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
@@ -71,10 +100,8 @@ class RolloutResult:
 def generate(
     spec: RolloutSpec,
     weights: Params,
-    prompts: Prompts,
-    noise: NoiseKey,
+    inputs: RolloutInputs,
     *,
-    carry_over: CarryOver = CarryOver(),
     max_lens: np.ndarray | None = None,
     speculation: Speculation | None = None,
 ) -> RolloutResult:
@@ -83,64 +110,58 @@ def generate(
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
     next step. speculation: chooses widths of decode steps; None: all have the greatest width.
     """
-    begun = _begun(spec, prompts, carry_over)
-    runner = start_runner(spec, weights, prompts, noise, carry_over, begun, max_lens)
+    partial_rows = _partial_rows(spec, inputs)
+    runner = start_runner(spec, weights, inputs, partial_rows, max_lens)
     requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
+    step = np.int32(inputs.noise.step)
     result = RolloutResult(
-        read_rollout(spec, all_rows, requests.drafts, begun, np.int32(noise.step)),
+        read_rollout(spec, all_rows, requests.drafts, partial_rows, step),
         runner.stats,
-        groups=np.arange(len(prompts.lens)),
+        groups=np.arange(len(inputs.prompts.lens)),
         noise_steps=requests.noise_steps,
         draft_lens=requests.draft_lens,
         resumed_lens=requests.begun_lens,
         resumed_tokens=int(requests.begun_lens.sum()),
     )
-    if carry_over.next_prompts is not None:
-        return _without_next_step(result, prompts, carry_over.next_prompts)
-    if carry_over.resumed is not None:
-        return _without_unfinished(result, prompts, carry_over, runner.finished)
+    if inputs.next_prompts is not None:
+        return _without_next_step(result, inputs)
+    if inputs.resumed is not None:
+        return _without_unfinished(result, inputs, runner.finished)
     return result
 
 
 def time_decoding(
-    spec: RolloutSpec,
-    weights: Params,
-    prompts: Prompts,
-    noise: NoiseKey,
-    carry_over: CarryOver,
+    spec: RolloutSpec, weights: Params, inputs: RolloutInputs
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout; return seconds by (rows, width)."""
-    begun = _begun(spec, prompts, carry_over)
-    return time_steps(start_runner(spec, weights, prompts, noise, carry_over, begun))
+    return time_steps(start_runner(spec, weights, inputs, _partial_rows(spec, inputs)))
 
 
 # --- in -------------------------------------------------------------------------------------------
 
 
-def _begun(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
+def _partial_rows(spec: RolloutSpec, inputs: RolloutInputs) -> PartialRows | None:
     """Return the tokens and state that rows hold already, [Q * G]; None: they hold nothing."""
-    if carry_over.resumed is None:
-        return carry_over.partial_rows
-    row_ids = np.arange(len(carry_over.resumed.prompt_ids) * spec.group_size)
-    return take(carry_over.resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
+    if inputs.resumed is None:
+        return inputs.partial_rows
+    row_ids = np.arange(len(inputs.resumed.prompt_ids) * spec.group_size)
+    return take(inputs.resumed.rows, row_ids, len(inputs.prompts.lens) * spec.group_size)
 
 
 def start_runner(
     spec: RolloutSpec,
     weights: Params,
-    prompts: Prompts,
-    noise: NoiseKey,
-    carry_over: CarryOver,
-    begun: PartialRows | None = None,
+    inputs: RolloutInputs,
+    partial_rows: PartialRows | None = None,
     max_lens: np.ndarray | None = None,
 ) -> Runner:
     """Return the runner of a rollout, before any row has begun."""
-    order = _order(prompts, carry_over.next_prompts)
-    requests = _requests(spec, prompts, noise, carry_over, begun, order)
-    all_rows = start_all_rows(spec, requests.prompts, noise, requests.noise_steps, max_lens)
-    if begun is not None:
-        all_rows = restore(all_rows, begun)
+    requests = _requests(spec, inputs, partial_rows)
+    noise = dataclasses.replace(inputs.noise, noise_steps=requests.noise_steps)
+    all_rows = start_all_rows(spec, requests.prompts, noise, max_lens)
+    if partial_rows is not None:
+        all_rows = write_partial_rows(all_rows, partial_rows)
     if requests.drafts is not None:
         ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, requests.drafts.lens))
         new = np.maximum(ends - requests.begun_lens, 0)
@@ -151,15 +172,16 @@ def start_runner(
     return Runner(spec, buckets, weights, all_rows, requests)
 
 
-def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
-    """Return the order of the groups, int [Q]: on each shard first those to train on, then those of
-    the next step.
+def _order(inputs: RolloutInputs) -> np.ndarray:
+    """Return the order of the groups, int [Q + Q']: on each shard first those to train on, then the
+    Q' of the next step.
 
     Raises ValueError if the shards would not have equally many groups.
     """
-    groups = [np.arange(len(prompts.lens))]
-    if next_prompts is not None:
-        groups.append(len(prompts.lens) + np.arange(len(next_prompts.lens)))
+    num_train = len(inputs.prompts.lens)
+    groups = [np.arange(num_train)]
+    if inputs.next_prompts is not None:
+        groups.append(num_train + np.arange(len(inputs.next_prompts.lens)))
     pieces = shards("batch")
     for part in groups:
         if len(part) % pieces:
@@ -171,82 +193,75 @@ def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
 
 
 def _requests(
-    spec: RolloutSpec,
-    prompts: Prompts,
-    noise: NoiseKey,
-    carry_over: CarryOver,
-    begun: PartialRows | None,
-    order: np.ndarray,
+    spec: RolloutSpec, inputs: RolloutInputs, partial_rows: PartialRows | None
 ) -> Requests:
-    """Return the requests for all rows, in `order`; `draft_ends` are still 0."""
-    group = spec.group_size
-    num_train_rows = len(prompts.lens) * group
-    noise_steps = _noise_steps(spec, prompts, noise, carry_over)[order]
-    if carry_over.next_prompts is not None:
-        prompts = select(concatenate(prompts, carry_over.next_prompts), order)
-    nothing = np.zeros(len(prompts.lens) * group, np.int32)
+    """Return the requests for all rows, in the order of `_order`; `draft_ends` are still 0."""
+    order = _order(inputs)
+    group_size = spec.group_size
+    prompts = inputs.prompts
+    num_train_rows = len(prompts.lens) * group_size
+    noise_steps = _noise_steps(inputs, group_size)[order]
+    if inputs.next_prompts is not None:
+        prompts = select(concatenate(prompts, inputs.next_prompts), order)
+    nothing = np.zeros(len(prompts.lens) * group_size, np.int32)
     begun_lens = nothing
     draft_lens = nothing
     done = nothing > 0
-    if begun is not None:
-        fetched = hosts.fetch((begun.rollout.lens, begun.draft_lens, begun.done))
-        begun_lens, draft_lens, done = fetched
-    fills = np.arange(len(prompts.lens)) >= len(prompts.lens) - carry_over.fillers
-    num_resumed = len(carry_over.resumed.prompt_ids) if carry_over.resumed else 0
+    if partial_rows is not None:
+        fetched = (partial_rows.rollout.lens, partial_rows.draft_lens, partial_rows.done)
+        begun_lens, draft_lens, done = hosts.fetch(fetched)
+    fills = np.arange(len(prompts.lens)) >= len(prompts.lens) - inputs.fillers
+    num_resumed = len(inputs.resumed.prompt_ids) if inputs.resumed else 0
     return Requests(
         prompts,
         noise_steps,
         num_train_rows,
         begun_lens=begun_lens,
-        done=done | np.repeat(fills, group),
+        done=done | np.repeat(fills, group_size),
         draft_ends=nothing,
         draft_lens=draft_lens,
-        drafts=_ordered_drafts(carry_over, begun_lens, group, order),
-        log_lenience=carry_over.log_lenience,
-        history=_ordered_history(carry_over, order),
+        drafts=_ordered_drafts(inputs, begun_lens, group_size, order),
+        log_lenience=inputs.log_lenience,
+        history=_ordered_history(inputs, order),
         begin_first=np.arange(len(noise_steps)) < num_resumed,
-        stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
+        stop_after_groups=inputs.stop_after_groups + inputs.fillers,
     )
 
 
-def _noise_steps(
-    spec: RolloutSpec, prompts: Prompts, noise: NoiseKey, carry_over: CarryOver
-) -> np.ndarray:
-    """Return the step whose noise each row uses, int [Q, G]; prompts of the next step come last."""
-    noise_steps = np.full((len(prompts.lens), spec.group_size), noise.step)
-    if noise.noise_steps is not None:
-        noise_steps = noise.noise_steps.copy()
-    if carry_over.resumed is not None and carry_over.resumed.prompt_ids:
-        noise_steps[: len(carry_over.resumed.prompt_ids)] = carry_over.resumed.noise_steps
-    if carry_over.next_prompts is None:
+def _noise_steps(inputs: RolloutInputs, group_size: int) -> np.ndarray:
+    """Return the step whose noise each row uses, int [Q + Q', G]."""
+    noise_steps = inputs.noise.steps_of(len(inputs.prompts.lens), group_size).copy()
+    if inputs.resumed is not None and inputs.resumed.prompt_ids:
+        noise_steps[: len(inputs.resumed.prompt_ids)] = inputs.resumed.noise_steps
+    if inputs.next_prompts is None:
         return noise_steps
-    later = carry_over.next_noise_steps
+    later = inputs.next_noise_steps
     if later is None:
-        later = np.full((len(carry_over.next_prompts.lens), spec.group_size), noise.step + 1)
+        later = np.full((len(inputs.next_prompts.lens), group_size), inputs.noise.step + 1)
     return np.concatenate([noise_steps, later])
 
 
 def _ordered_drafts(
-    carry_over: CarryOver, begun_lens: np.ndarray, group: int, order: np.ndarray
+    inputs: RolloutInputs, begun_lens: np.ndarray, group_size: int, order: np.ndarray
 ) -> Drafts | None:
     """Return drafts of all rows, in `order`; resumed groups that hold tokens have none."""
-    drafts = carry_over.drafts
+    drafts = inputs.drafts
     if drafts is None:
         return None
-    if carry_over.next_prompts is not None:
-        rows = _rows_of(order, group)
-        known = np.where(rows < len(drafts.lens), 0, -1)
-        return assemble([drafts], np.stack([known, rows], axis=1))
-    if carry_over.resumed is not None:
-        begun = np.repeat(begun_lens.reshape(-1, group).any(axis=1), group)
+    if inputs.next_prompts is not None:
+        row_ids = _rows_of(order, group_size)
+        known = np.where(row_ids < len(drafts.lens), 0, -1)
+        return assemble([drafts], np.stack([known, row_ids], axis=1))
+    if inputs.resumed is not None:
+        begun = np.repeat(begun_lens.reshape(-1, group_size).any(axis=1), group_size)
         return without_drafts(drafts, begun)
     return drafts
 
 
-def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory | None:
+def _ordered_history(inputs: RolloutInputs, order: np.ndarray) -> DraftHistory | None:
     """Return the stored responses of all prompts, in `order`."""
-    history = carry_over.history
-    if history is None or carry_over.next_prompts is None or shards("batch") == 1:
+    history = inputs.history
+    if history is None or inputs.next_prompts is None or shards("batch") == 1:
         return history
     tokens, lens = history
     return tokens[order], lens[order]
@@ -255,57 +270,42 @@ def _ordered_history(carry_over: CarryOver, order: np.ndarray) -> DraftHistory |
 # --- out ------------------------------------------------------------------------------------------
 
 
-def _without_next_step(
-    result: RolloutResult, prompts: Prompts, next_prompts: Prompts
-) -> RolloutResult:
+def _without_next_step(result: RolloutResult, inputs: RolloutInputs) -> RolloutResult:
     """Return the result of the rows to train on; rows of the next step become `run_ahead`."""
-    num_train = len(prompts.lens)
-    group = result.group_size
-    positions = np.argsort(_order(prompts, next_prompts))
-    trained = positions[:num_train]
-    train = _rows_of(trained, group)
-    next_step = _rows_of(positions[num_train:], group)
-    names = tuple(example.prompt_id for example in next_prompts.examples)
-    return dataclasses.replace(
-        result,
-        rollout=take(result.rollout, train),
-        noise_steps=result.noise_steps[trained],
-        draft_lens=result.draft_lens[train],
-        resumed_lens=result.resumed_lens[train],
-        run_ahead=RunAhead(as_drafts(take(result.rollout, next_step)), names),
-    )
+    num_train = len(inputs.prompts.lens)
+    positions = np.argsort(_order(inputs))
+    next_step = _rows_of(positions[num_train:], result.group_size)
+    names = tuple(example.prompt_id for example in inputs.next_prompts.examples)
+    run_ahead = RunAhead(as_drafts(take(result.rollout, next_step)), names)
+    trained = result.take_groups(positions[:num_train])
+    return dataclasses.replace(trained, run_ahead=run_ahead)
 
 
 def _without_unfinished(
-    result: RolloutResult, prompts: Prompts, carry_over: CarryOver, done: np.ndarray
+    result: RolloutResult, inputs: RolloutInputs, done: np.ndarray
 ) -> RolloutResult:
-    """Return the result of the first groups that are done; all others become `resumed`."""
-    group = result.group_size
+    """Return the result of the first groups that are done; all others become `resumed`.
+
+    done: bool [Q * G].
+    """
+    group_size = result.group_size
     # An unfinished row that rejected nothing so far loses the rest of its draft: nothing more of it
     # counts as rejected. A row that has not begun gets its draft again.
     lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
     draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
-    finished = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
-    others = np.setdiff1d(np.arange(len(prompts.lens) - carry_over.fillers), finished)
-    train = _rows_of(finished, group)
-    resumed = _rows_of(others, group)
+    group_done = done.reshape(-1, group_size).all(axis=1)
+    finished = np.flatnonzero(group_done)[: inputs.stop_after_groups]
+    others = np.setdiff1d(np.arange(len(group_done) - inputs.fillers), finished)
     rows = PartialRows(result.rollout, put(done, "batch"), put(draft_lens, "batch"))
-    size = len(carry_over.resumed.rows.done)
-    return dataclasses.replace(
-        result,
-        rollout=take(result.rollout, train),
-        groups=finished,
-        noise_steps=result.noise_steps[finished],
-        draft_lens=result.draft_lens[train],
-        resumed_lens=result.resumed_lens[train],
-        resumed=Resumed(
-            take(rows, resumed, size),
-            tuple(prompts.examples[g].prompt_id for g in others),
-            tuple(map(tuple, result.noise_steps[others].tolist())),
-        ),
+    resumed = Resumed(
+        take(rows, _rows_of(others, group_size), len(inputs.resumed.rows.done)),
+        tuple(inputs.prompts.examples[group].prompt_id for group in others),
+        tuple(map(tuple, result.noise_steps[others].tolist())),
     )
+    trained = result.take_groups(finished)
+    return dataclasses.replace(trained, groups=finished, resumed=resumed)
 
 
-def _rows_of(groups: np.ndarray, group: int) -> np.ndarray:
+def _rows_of(groups: np.ndarray, group_size: int) -> np.ndarray:
     """Return the rows of groups int [n], int32 [n * G]."""
-    return (groups[:, None] * group + np.arange(group)).reshape(-1).astype(np.int32)
+    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32)

@@ -45,7 +45,7 @@ class KeptNoise(StatePart):
         # prompt_id → (steps [G], visits [G]), of prompts whose next noise is not all fresh
         self._used: dict[str, tuple[list[int], list[int]]] = {}
 
-    def steps(self, prompts: Prompts, step: int) -> np.ndarray:
+    def noise_steps(self, prompts: Prompts, step: int) -> np.ndarray:
         """Return the step whose noise each sample uses in the rollout of `step`, int [Q, G]."""
         steps = np.full((len(prompts.examples), self._group_size), step)
         for row, example in zip(steps, prompts.examples):
@@ -59,7 +59,7 @@ class KeptNoise(StatePart):
     def observe(self, prompts: Prompts, steps: np.ndarray, rewards: np.ndarray) -> np.ndarray:
         """Record a rollout; return the samples that had the same noise at their last visit.
 
-        steps: int [Q, G], as `steps` gave them. rewards: float [Q, G]. Returns bool [Q, G].
+        steps: int [Q, G], as `noise_steps` gave them. rewards: float [Q, G]. Returns bool [Q, G].
         """
         kept = np.zeros(steps.shape, bool)
         for row, example in enumerate(prompts.examples):

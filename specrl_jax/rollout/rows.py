@@ -11,6 +11,7 @@ needs no communication.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,14 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import Layer
-from specrl_jax.sharding import on_shards, shard_number, shards, take_own_rows
+from specrl_jax.sharding import (
+    on_shards,
+    put,
+    shard_number,
+    shards,
+    take_own_rows,
+    take_rows,
+)
 
 PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 
@@ -147,3 +155,33 @@ def _pad(rows: Rows, real: Array) -> Rows:
 def where_rows(rows: Array, new: Array, old: Array) -> Array:
     """Return [b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
     return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def take(tree, row_ids: np.ndarray, rows: int | None = None):
+    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `rows` rows."""
+    picks = np.full((rows or len(row_ids), 2), -1)
+    picks[: len(row_ids), 0] = 0
+    picks[: len(row_ids), 1] = row_ids
+    return assemble([tree], picks)
+
+
+def assemble(parts: Sequence, picks: np.ndarray):
+    """Return a pytree of [n, ...], whose rows come from several pytrees of [B, ...].
+
+    picks: int [n, 2], (number of the part, row in that part) for each row of the result. Part -1
+    gives a row of zeros, which holds no tokens.
+    """
+    result = None
+    for number, part in enumerate(parts):
+        here = picks[:, 0] == number
+        index = np.where(here, picks[:, 1], 0).astype(np.int32)
+        result = _fill(result, part, put(index, None), put(here, "batch"))
+    return result
+
+
+@jax.jit
+def _fill(result, part, index: Array, here: Array):
+    """Write rows `index` of a part into the rows marked in `here`; result None: zeros elsewhere."""
+    taken = take_rows(part, index)
+    before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
+    return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)

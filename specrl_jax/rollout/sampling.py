@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.head import folded_rows
@@ -33,6 +34,23 @@ class Purpose(enum.IntEnum):
     ACCEPT = 0
     SAMPLE = 1
     EVALUATE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseKey:
+    """Key of a rollout's noise, beside prompt, sample and position."""
+
+    key: Array  # the run's
+    step: int  # also the rollout's step, which `origin_steps` of its new tokens hold
+    purpose: Purpose = Purpose.SAMPLE
+    # int [Q, G], the step whose noise each row uses; None: `step` everywhere
+    noise_steps: np.ndarray | None = None
+
+    def steps_of(self, groups: int, group_size: int) -> np.ndarray:
+        """Return the step whose noise each row uses, int [Q, G]."""
+        if self.noise_steps is None:
+            return np.full((groups, group_size), self.step)
+        return self.noise_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,22 +6,27 @@ is keyed by a token's position in the row: the order of turns and answers change
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.carry_over import CarryOver, append_forced, turn_drafts
-from specrl_jax.rollout.engine.all_rows import NoiseKey, cut_drafts, read_rollout
+from specrl_jax.rollout.engine.all_rows import cut_drafts, read_rollout
 from specrl_jax.rollout.engine.runner import Requests
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutResult, start_runner
+from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, start_runner
+from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.stop_strings import NOTHING, StopStrings, turn_ends
 from specrl_jax.sharding import put
-from specrl_jax.types import Prompts
+from specrl_jax.types import Drafts, Rollout, Source, TokenColumns
 
 
 class EpisodeRollout:
@@ -31,20 +36,18 @@ class EpisodeRollout:
         self,
         spec: RolloutSpec,
         weights: Params,
-        prompts: Prompts,
-        noise: NoiseKey,
+        inputs: RolloutInputs,
         *,
-        carry_over: CarryOver = CarryOver(),
         speculation: Speculation | None = None,
     ):
-        """Begin an episode in each row; arguments as of `generate`. Drafts are whole episodes."""
+        """Begin an episode in each row. Arguments: see `generate`. Drafts are whole episodes."""
         self.spec = spec
-        self.noise = noise
-        self.draft_episodes = carry_over.drafts
+        self.step = inputs.noise.step
+        self.draft_episodes = inputs.drafts
         if self.draft_episodes is not None:
             first = turn_drafts(self.draft_episodes, None, None, spec.eos_ids, spec.stop)
-            carry_over = dataclasses.replace(carry_over, drafts=first)
-        self.runner = start_runner(spec, weights, prompts, noise, carry_over)
+            inputs = dataclasses.replace(inputs, drafts=first)
+        self.runner = start_runner(spec, weights, inputs)
         self.scheduler = Scheduler(self.runner, speculation)
 
     def run(self, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -100,7 +103,7 @@ class EpisodeRollout:
     def result(self) -> RolloutResult:
         """Return the episodes, once all are over."""
         requests = self.runner.requests
-        step = np.int32(self.noise.step)
+        step = np.int32(self.step)
         return RolloutResult(
             read_rollout(self.spec, self.runner.all_rows, self.draft_episodes, None, step),
             self.runner.stats,
@@ -109,3 +112,64 @@ class EpisodeRollout:
             draft_lens=requests.draft_lens,
             resumed_lens=np.zeros_like(requests.begun_lens),
         )
+
+
+@functools.partial(jax.jit, donate_argnames="all_rows")
+def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
+    """Append the first `lens` [B] of `tokens` [B, O] to the rows marked in `answered` bool [B].
+
+    No policy drew these tokens. The rows go on with another turn.
+    """
+    columns = all_rows.tokens.shape[1]
+    positions = jnp.arange(columns)[None, :]
+    ends = all_rows.lens + jnp.where(answered, lens, 0)
+    new = (positions >= all_rows.lens[:, None]) & (positions < ends[:, None])
+    wide = jnp.pad(all_rows.tokens, ((0, 0), (0, tokens.shape[1])))
+    moved = write_slots(wide, tokens, all_rows.lens)[:, :columns]
+
+    def clear(x: Array) -> Array:
+        return jnp.where(jnp.expand_dims(new, tuple(range(2, x.ndim))), jnp.zeros_like(x), x)
+
+    cleared = jax.tree.map(clear, TokenColumns.of(all_rows))
+    written = jnp.where(new, moved, all_rows.tokens)
+    last = read_slots(written, jnp.maximum(ends - 1, 0), 1)[:, 0]
+    return dataclasses.replace(
+        all_rows,
+        lens=ends,
+        last=jnp.where(answered, last, all_rows.last),
+        done=all_rows.done & ~answered,
+        sources=jnp.where(new, jnp.int8(Source.FORCED), all_rows.sources),
+        **vars(cleared) | {"tokens": written},
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("eos_ids", "stop"))
+def turn_drafts(
+    drafts: Drafts,
+    holds: Rollout | Rows | None,
+    done: Array | None,
+    eos_ids: tuple[int, ...],
+    stop: StopStrings | None = None,
+) -> Drafts:
+    """Return drafts [B], each cut at the end of the turn that its row is about to take.
+
+    A draft counts only if it begins with all tokens that its row holds; else its length is 0. Its
+    length includes these tokens.
+
+    holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used
+    with `holds` alone.
+    """
+    slots = drafts.tokens.shape[1]
+    positions = jnp.arange(slots)[None, :]
+    begin = jnp.zeros_like(drafts.lens) if holds is None else holds.lens
+    same = drafts.lens > begin
+    if holds is not None:
+        differ = (drafts.tokens != holds.tokens[:, :slots]) & (positions < begin[:, None])
+        same &= ~jnp.any(differ, axis=1) & ~done
+    own = jnp.where(positions < begin[:, None], NOTHING, drafts.tokens)
+    before = ((0, 0), (stop.window if stop else 0, 0))
+    ends = turn_ends(eos_ids, stop, jnp.pad(own, before, constant_values=NOTHING))
+    ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
+    lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)
+    return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))

@@ -1,7 +1,7 @@
-"""Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
+"""Collectors of a step's batch: which prompts are rolled out, and what is trained on.
 
-`build` chooses one of `COLLECTORS` for a run. A way has no state of its own: what waits for the
-next step is a part of `RolloutState`.
+`build` chooses one of `COLLECTORS` for a run. A collector has no state of its own: what waits for
+the next step is a part of `RolloutState`.
 """
 
 import dataclasses
@@ -16,10 +16,12 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.data.curriculum import part_of
 from specrl_jax.data.prompts import concatenate, select
-from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
+from specrl_jax.rollout.carry_over import Resumed, RunAhead, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.generate import RolloutInputs
+from specrl_jax.rollout.rows import assemble
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
     noise_metrics,
@@ -51,21 +53,22 @@ class TrainBatch:
 
 
 class WholeRollout:
-    """One rollout of whole groups. The other ways say where they differ."""
+    """One rollout of whole groups. The other collectors say where they differ."""
 
     def is_asked_for(self, config: Any) -> bool:
         return True
 
     def add_waiting(self, run: Run, state: RolloutState) -> None:
-        """Add an empty part to a new state: what will wait between two steps."""
+        """Add the part of the state that keeps what waits between two steps. Here: nothing does."""
 
     def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         """Return whether the step needs one more rollout after these."""
         return not rollouts
 
-    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
-        """Return the prompts of the next rollout, and what it takes up and leaves."""
-        return state.stream.next(), CarryOver()
+    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
+        """Return the inputs of the next rollout, without drafts."""
+        prompts = state.stream.next()
+        return RolloutInputs(prompts, state.noise_key(prompts))
 
     def drafts_to_verify(
         self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
@@ -120,21 +123,22 @@ class RunningAhead(WholeRollout):
         rows = rollout_rows(run.config)
         state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
-    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
-        prompts = state.stream.next()
+    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
+        inputs = super().next_inputs(run, state)
         later = state.stream.peek()
-        noise_steps = state.kept_noise.steps(later, state.step + 1)
-        return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
+        noise_steps = state.kept_noise.noise_steps(later, state.step + 1)
+        return dataclasses.replace(inputs, next_prompts=later, next_noise_steps=noise_steps)
 
     def drafts_to_verify(
         self, state: RolloutState, prompts: Prompts, drafts: Drafts | None
     ) -> Drafts | None:
-        begun = state.run_ahead
-        if drafts is not None:  # on kept noise the last response agrees for longer than `begun`
-            kept = state.kept_noise.steps(prompts, state.step) < state.step
-            shorter = without_drafts(begun.drafts, kept.reshape(-1))
-            begun = dataclasses.replace(begun, drafts=shorter)
-        return begun.drafts_for(prompts, drafts)
+        run_ahead = state.run_ahead
+        if drafts is not None:
+            # On kept noise a row repeats its last response for longer than what was run ahead.
+            on_kept_noise = state.kept_noise.noise_steps(prompts, state.step) < state.step
+            others = without_drafts(run_ahead.drafts, on_kept_noise.reshape(-1))
+            run_ahead = dataclasses.replace(run_ahead, drafts=others)
+        return run_ahead.drafts_for(prompts, drafts)
 
     def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
         tokens, lens = super().history(run, state, prompts)
@@ -145,8 +149,8 @@ class RunningAhead(WholeRollout):
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         batch = super().batch(run, state, rollouts)
-        begun = state.run_ahead
-        lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        run_ahead = state.run_ahead
+        lens = hosts.fetch(run_ahead.drafts.lens) if run_ahead.prompt_ids else np.zeros(1)
         if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `drafts_to_verify`
             lens = np.where(rollouts[0].on_kept_noise, 0, lens)
         if lens.any():
@@ -173,20 +177,26 @@ class PartialRollout(WholeRollout):
         stored = run.rollout_spec.stored_logprobs
         state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
-    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
+    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
         config = run.config.rollout
-        begun = state.resumed.prompt_ids
+        resumed_ids = state.resumed.prompt_ids
         size = config.prompts_per_step
         # The prompts that the rest of the run trains on: the last step leaves none unfinished.
         rest = max(run.total_steps - state.step + 1, 1) * size
         # All groups that have begun go on, also where the run was made shorter.
-        count = max(min(size + config.partial, rest), len(begun))
-        new = state.stream.take(count - len(begun), busy=begun)
-        prompts = concatenate(state.stream.find(begun), new)
+        count = max(min(size + config.partial, rest), len(resumed_ids))
+        new = state.stream.take(count - len(resumed_ids), busy=resumed_ids)
+        prompts = concatenate(state.stream.find(resumed_ids), new)
         fillers = size + config.partial - count
         filled = np.append(np.arange(count), np.zeros(fillers, int))
-        carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
-        return select(prompts, filled), carry_over
+        prompts = select(prompts, filled)
+        return RolloutInputs(
+            prompts,
+            state.noise_key(prompts),
+            resumed=state.resumed,
+            stop_after_groups=size,
+            fillers=fillers,
+        )
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         state.resumed = rollouts[0].result.resumed
@@ -210,15 +220,15 @@ class WaitingGroups(WholeRollout):
     def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         return state.groups.wants_rollout()
 
-    def next_prompts(self, run: Run, state: RolloutState) -> tuple[Prompts, CarryOver]:
+    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
         """Return new prompts, and then the further parts of the groups that are to be finished."""
         groups = state.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
         if groups.to_finish:
-            begun = state.stream.find(groups.to_finish)
-            parts = (part_of(begun, first) for first in groups.first_samples)
+            to_finish = state.stream.find(groups.to_finish)
+            parts = (part_of(to_finish, first) for first in groups.first_samples)
             prompts = concatenate(prompts, *parts)
-        return prompts, CarryOver()
+        return RolloutInputs(prompts, state.noise_key(prompts))
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
         super().observe(state, responses)
@@ -242,26 +252,27 @@ class WaitingGroups(WholeRollout):
         return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch)
 
 
-# A run's way is the first that its configuration asks for. `config.cross_rules` refuses a
-# configuration that asks for two of the first three.
+# A run has the first that its configuration asks for. `config.cross_rules` refuses a configuration
+# that asks for two of the first three.
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
-def next_inputs(run: Run, state: RolloutState) -> tuple[Prompts, CarryOver, Drafts]:
-    """Return the next rollout's prompts, what it takes up and leaves, and their last responses."""
-    prompts, carry_over = run.collector.next_prompts(run, state)
-    previous = state.store.get(prompts, step=state.step)
-    return prompts, _with_drafts(run, state, prompts, previous, carry_over), previous
+def next_inputs(run: Run, state: RolloutState) -> tuple[RolloutInputs, Drafts]:
+    """Return the next rollout's inputs, and the newest stored responses to its prompts, [Q * G]."""
+    inputs = run.collector.next_inputs(run, state)
+    previous = state.store.get(inputs.prompts, step=state.step)
+    return _with_drafts(run, state, inputs, previous), previous
 
 
 def _with_drafts(
-    run: Run, state: RolloutState, prompts: Prompts, previous: Drafts, carry_over: CarryOver
-) -> CarryOver:
-    """Return `carry_over` with what the rollout of `prompts` may draft from.
+    run: Run, state: RolloutState, inputs: RolloutInputs, previous: Drafts
+) -> RolloutInputs:
+    """Return the inputs with what the rollout may draft from.
 
-    previous: the newest responses of the store.
+    previous: the newest stored responses.
     """
     config = run.config.rollout
+    prompts = inputs.prompts
     drafts = None
     if DRAFT_SOURCES[config.draft].previous:
         drafts = previous
@@ -271,14 +282,15 @@ def _with_drafts(
     drafts = run.collector.drafts_to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.draft_history:
-        next_prompts = carry_over.next_prompts
-        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+        batches = [prompts]
+        if inputs.next_prompts is not None:
+            batches.append(inputs.next_prompts)
         stored = [run.collector.history(run, state, batch) for batch in batches]
         tokens = jnp.concatenate([tokens for tokens, _ in stored])
         lens = jnp.concatenate([lens for _, lens in stored])
         history = (tokens, lens)
     return dataclasses.replace(
-        carry_over, drafts=drafts, log_lenience=run.log_lenience, history=history
+        inputs, drafts=drafts, log_lenience=run.log_lenience, history=history
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from specrl_jax.data.prompts import select
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Prompts
 
@@ -26,7 +26,7 @@ def evaluate(
     """
     answered = []
     for prompts, real in batches:
-        responses = responder.respond(spec, weights, prompts, noise)
+        responses = responder.respond(spec, weights, RolloutInputs(prompts, noise))
         real_prompts = select(prompts, np.arange(real))
         answered.append(dataclasses.replace(responses, prompts=real_prompts))
     return answered

@@ -2,7 +2,7 @@
 
 Takes prompt ids and rewards; says which prompts to roll out next and which groups to train on. A
 response is named by its row id (rollout, row). `pick_rows` returns the row ids of groups, and
-`carry_over.assemble` gathers the rows.
+`rows.assemble` gathers the rows.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
 whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and

@@ -18,10 +18,9 @@ from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rewards.workers import RewardPool, Rewards
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
-from specrl_jax.rollout.generate import NoiseKey, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.stop_strings import cut_at_stop
 from specrl_jax.rollout.turns import EpisodeRollout
 from specrl_jax.telemetry.metrics import Stopwatch
@@ -95,36 +94,34 @@ class Responder:
     stop: tuple[str, ...] = ()  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
-    # Share of the episodes that run, or wait, which the others do not wait for, [0, 1).
+    # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
 
     def respond(
         self,
         spec: RolloutSpec,
         weights: Params,
-        prompts: Prompts,
-        noise: NoiseKey,
+        inputs: RolloutInputs,
         *,
-        carry_over: CarryOver = CarryOver(),
         speculation: Speculation | None = None,
         clock: Stopwatch | None = None,
     ) -> Responses:
-        """Roll `prompts` out and score the responses; arguments as of `rollout.generate`.
+        """Roll prompts out and score the responses. Arguments: see `generate`.
 
         clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward,
           and of these the seconds that environments were waited for, as time/environment.
         """
         clock = clock or Stopwatch()
-        options = {"carry_over": carry_over, "speculation": speculation}
+        prompts = inputs.prompts
         if self.max_turns:
             with clock.timed("time/rollout"):
-                rollout = EpisodeRollout(spec, weights, prompts, noise, **options)
+                rollout = EpisodeRollout(spec, weights, inputs, speculation=speculation)
             result, rewards, turns = Episodes(self, prompts, rollout, clock).play()
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
             return Responses(prompts, result, tokens, lens, rewards, turns)
         roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
-            result = roll_out(spec, weights, prompts, noise, **options)
+            result = roll_out(spec, weights, inputs, speculation=speculation)
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
             prompts = select(prompts, result.groups)

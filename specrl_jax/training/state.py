@@ -191,9 +191,9 @@ class RolloutState:
         self.epoch = self.prompts_seen // self.stream.prompts_per_epoch + 1
         self.stream.begin(self.step)
 
-    def noise(self, prompts: Prompts) -> NoiseKey:
+    def noise_key(self, prompts: Prompts) -> NoiseKey:
         """Return the noise of a rollout of `prompts` in this step."""
-        noise_steps = self.kept_noise.steps(prompts, self.step)
+        noise_steps = self.kept_noise.noise_steps(prompts, self.step)
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
     def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:

@@ -11,8 +11,7 @@ from rollout_reference import as_drafts, check_equal, host, make_prompts, match_
 from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.carry_over import CarryOver
-from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
@@ -47,7 +46,7 @@ def test_visits_by_hand(visits, refresh, steps):
     noise = KeptNoise(visits, refresh, G)
     before = np.zeros((1, G))
     for step, rewards, expected in steps:
-        got = noise.steps(ONE_PROMPT, step)
+        got = noise.noise_steps(ONE_PROMPT, step)
         assert got.tolist() == [expected]
         np.testing.assert_array_equal(noise.observe(ONE_PROMPT, got, rewards), got == before)
         before = got
@@ -57,19 +56,19 @@ def test_visits_by_hand(visits, refresh, steps):
 
 def test_with_a_critic_every_group_teaches():
     noise = KeptNoise(9, 0.0, G, needs_signal=False)
-    noise.observe(ONE_PROMPT, noise.steps(ONE_PROMPT, 1), EQUAL)
-    assert noise.steps(ONE_PROMPT, 2).tolist() == [[1] * 4]
+    noise.observe(ONE_PROMPT, noise.noise_steps(ONE_PROMPT, 1), EQUAL)
+    assert noise.noise_steps(ONE_PROMPT, 2).tolist() == [[1] * 4]
 
 
 def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
     noise = KeptNoise(9, 0.0, G)
     prompts = ref.random_prompts(3)
     rewards = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]], float)
-    noise.observe(prompts, noise.steps(prompts, 1), rewards)
+    noise.observe(prompts, noise.noise_steps(prompts, 1), rewards)
     for _ in range(2):  # asked for ahead, as a run-ahead rollout does
-        assert noise.steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
+        assert noise.noise_steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
     order = [2, 0]
-    assert noise.steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
+    assert noise.noise_steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
 
 
 # --- rollouts -------------------------------------------------------------------------------------
@@ -96,11 +95,9 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         prompts, weights = ref.random_prompts(), ref.policy(0.0, ref.ONE_LAYER)[1]
         steps = np.random.default_rng(2).integers(1, 4, (8, G))
         spec = match_spec(width)
-        carry_over = CarryOver(
-            as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
-        )
+        drafts = as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
-        result = generate(spec, weights, prompts, noise, carry_over=carry_over)
+        result = generate(spec, weights, RolloutInputs(prompts, noise, drafts))
         assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
         for step in (1, 2, 3):
@@ -133,8 +130,8 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
         noise = NoiseKey(jax.random.key(ref.KEY), 50 + step, noise_steps=np.full((512, G), step))
-        carry_over = CarryOver(as_drafts(before))
-        after = host(generate(spec, new, prompts, noise, carry_over=carry_over).rollout)
+        inputs = RolloutInputs(prompts, noise, as_drafts(before))
+        after = host(generate(spec, new, inputs).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
         check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))
         counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens, after.lens))

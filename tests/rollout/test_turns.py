@@ -10,10 +10,9 @@ import rollout_reference as ref
 from rollout_reference import KEY, check_equal, host, make_spec
 
 from specrl_jax.models.draft_head import copy_draft_head, init_draft_head
-from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
-from specrl_jax.rollout.generate import NoiseKey
-from specrl_jax.rollout.turns import EpisodeRollout
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
+from specrl_jax.rollout.turns import EpisodeRollout, turn_drafts
 from specrl_jax.sharding import put
 from specrl_jax.types import PartialRows, Source
 
@@ -53,13 +52,11 @@ class Environment:
         return answers
 
 
-def play(spec, weights, share=0.0, step=1, **carry_over):
+def play(spec, weights, share=0.0, step=1, **inputs):
     """(rollout, draft lengths, stats, turns) of rows that keep their keys."""
     environment = Environment()
-    rollout = EpisodeRollout(
-        spec, weights, PROMPTS, NoiseKey(jax.random.key(KEY), step),
-        carry_over=CarryOver(**carry_over),
-    )  # fmt: skip
+    noise = NoiseKey(jax.random.key(KEY), step)
+    rollout = EpisodeRollout(spec, weights, RolloutInputs(PROMPTS, noise, **inputs))
     while not environment.over.all():
         answers = environment.answers(*rollout.run(share))
         rollout.go_on(answers, environment.over)
@@ -67,7 +64,7 @@ def play(spec, weights, share=0.0, step=1, **carry_over):
     return host(result.rollout), result.draft_lens, result.stats, environment.turns
 
 
-def play_again(spec, weights, drafts=None, step=1, **carry_over):
+def play_again(spec, weights, drafts=None, step=1, **inputs):
     """Play the same by a rollout for each turn, which computes all that rows hold again."""
     environment = Environment()
     begun = None
@@ -78,7 +75,7 @@ def play_again(spec, weights, drafts=None, step=1, **carry_over):
             held = (None, None) if begun is None else (begun.rollout, begun.done)
             of_turn = turn_drafts(drafts, *held, spec.eos_ids)
         result = ref.rollout(
-            spec, weights, PROMPTS, step=step, drafts=of_turn, partial_rows=begun, **carry_over
+            spec, weights, PROMPTS, step=step, drafts=of_turn, partial_rows=begun, **inputs
         )
         stats.append(result.stats)
         rollout = host(result.rollout)

@@ -16,9 +16,9 @@ from specrl_jax import hosts
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rollout.carry_over import CarryOver, turn_drafts
-from specrl_jax.rollout.generate import NoiseKey
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
 from specrl_jax.rollout.stop_strings import StopStrings
+from specrl_jax.rollout.turns import turn_drafts
 from specrl_jax.training.responses import Responder
 from specrl_jax.types import Rollout, Source
 
@@ -39,11 +39,11 @@ def prompts_of(target: str = "3"):
     return dataclasses.replace(prompts, examples=examples)
 
 
-def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **carry_over):
+def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **inputs):
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
     responder = Responder(pool, TOKENIZER, **turns)
     noise = NoiseKey(jax.random.key(KEY), step)
-    return responder.respond(spec, weights, prompts, noise, carry_over=CarryOver(**carry_over))
+    return responder.respond(spec, weights, RolloutInputs(prompts, noise, **inputs))
 
 
 def spec_of(**changes):

@@ -1,6 +1,5 @@
 """All rows of a rollout: their start, the lengths of their drafts, and their end as a `Rollout`."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,30 +11,16 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
-from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, TokenColumns
 
 
-@dataclasses.dataclass(frozen=True)
-class NoiseKey:
-    """Key of a rollout's noise, beside prompt, sample and position."""
-
-    key: Array  # the run's
-    step: int  # also the rollout's step, which `origin_steps` of its new tokens hold
-    purpose: Purpose = Purpose.SAMPLE
-    # int [Q, G], the step whose noise each row uses; None: `step` everywhere
-    noise_steps: np.ndarray | None = None
-
-
 def start_all_rows(
-    spec: RolloutSpec,
-    prompts: Prompts,
-    noise: NoiseKey,
-    noise_steps: np.ndarray,
-    max_lens: np.ndarray | None = None,
+    spec: RolloutSpec, prompts: Prompts, noise: NoiseKey, max_lens: np.ndarray | None = None
 ) -> Rows:
-    """Start rows that hold only their prompts; arguments as of `start_inputs`."""
+    """Start rows that hold only their prompts. max_lens: as in `start_inputs`."""
+    noise_steps = noise.steps_of(len(prompts.lens), spec.group_size)
     inputs = start_inputs(spec, prompts, noise_steps, max_lens)
     return start_rows(spec, int(noise.purpose), noise.key, *inputs)
 
@@ -139,10 +124,10 @@ def read_rollout(
     spec: RolloutSpec,
     rows: Rows,
     drafts: Drafts | None,
-    begun: PartialRows | None,
+    partial_rows: PartialRows | None,
     step: Array,
 ) -> Rollout:
-    """Return all rows as a rollout of `step`. begun: what rows held before the rollout."""
+    """Return all rows as a rollout of `step`. partial_rows: what rows held before the rollout."""
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
@@ -159,11 +144,12 @@ def read_rollout(
         origin_logprobs = jnp.where(reused, drafts.origin_logprobs, origin_logprobs)
         origin_steps = jnp.where(reused, drafts.origin_steps, origin_steps)
         draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, draft_logprobs)
-    if begun is not None:
-        before = positions < begun.rollout.lens[:, None]
-        origin_logprobs = jnp.where(before, begun.rollout.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(before, begun.rollout.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(before, begun.rollout.draft_logprobs, draft_logprobs)
+    if partial_rows is not None:
+        held = partial_rows.rollout
+        before = positions < held.lens[:, None]
+        origin_logprobs = jnp.where(before, held.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(before, held.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(before, held.draft_logprobs, draft_logprobs)
     return Rollout(
         tokens=jnp.where(inside, columns.tokens, spec.pad_id),
         lens=rows.lens,

@@ -102,8 +102,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
             before, model.lookup(tokens), positions_BT=slots
         )
         # The guess at a slot is for the token of the next one.
-        steps = np.ones((len(prompts.lens), group), int)
-        seeds = start_all_rows(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1), steps).seeds
+        seeds = start_all_rows(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1)).seeds
         positions = put(np.arange(texts.shape[1])[None] + 1 - lens[:, None], "batch", None)
         logits = truncate(temper(model.logits(guessing), SAMPLING), SAMPLING)
         guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])

@@ -9,9 +9,10 @@ import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import keys_and_values
 from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch, start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished, decode_steps
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
 
@@ -29,7 +30,7 @@ def begin(spec, weights, prompts, max_lens=None):
     """The cache and the rows, each with its prompt and one token."""
     count = len(prompts.lens)
     noise = NoiseKey(jax.random.key(0), 0)
-    all_rows = start_all_rows(spec, prompts, noise, np.zeros(count, int), max_lens)
+    all_rows = start_all_rows(spec, prompts, noise, max_lens)
     buckets = spec.buckets(count)
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))

@@ -15,11 +15,12 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.all_rows import NoiseKey, start_all_rows
+from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.rows import PADDING
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Source
 
@@ -155,7 +156,7 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(spec, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
+    rows = ref.host(start_all_rows(spec, PROMPTS, noise, max_lens))
     inside = np.arange(rows.tokens.shape[1]) < begun[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(

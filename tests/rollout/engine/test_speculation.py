@@ -13,12 +13,11 @@ from rollout_reference import ONE_BUCKET, check_equal, common_prefix, history_of
 from scheduler_cases import B, Planned, R, go, spec_of
 
 from specrl_jax.process.runtime import compile_metrics
-from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import TIMED_STEPS, Speculation, StepPlan
-from specrl_jax.rollout.generate import NoiseKey, generate, time_decoding
+from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
 from specrl_jax.types import Source
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
@@ -263,19 +262,19 @@ def test_a_resumed_run_chooses_alike(stop, known):
 
 @pytest.fixture
 def timed(mesh):
-    """(spec, prompts, noise, carry_over) with tree drafts; all rows have earlier responses."""
+    """(spec, inputs) with tree drafts; all rows have earlier responses."""
     spec = ref.make_spec(
         ref.ONE_LAYER, accept="match", slots=4, prompt_slots=3, group=2, row_buckets=3,
         tree=ref.TREE, max_width=4,
     )  # fmt: skip
     prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]] * 4, 3)
-    carry_over = CarryOver(ref.plain_drafts(np.full((32, 4), 5), np.full(32, 4)))
-    return spec, prompts, NoiseKey(jax.random.key(0), 1), carry_over
+    drafts = ref.plain_drafts(np.full((32, 4), 5), np.full(32, 4))
+    return spec, RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), drafts)
 
 
 def test_seconds_by_hand(timed, monkeypatch):
     """Of a step, as one of a call, by a clock that moves in programs alone; the fastest counts."""
-    spec, prompts, noise, carry_over = timed
+    spec, inputs = timed
     clock = types.SimpleNamespace(now=0.0, late=99.0)
 
     def decode(runner, stop, width):
@@ -286,7 +285,7 @@ def test_seconds_by_hand(timed, monkeypatch):
     monkeypatch.setattr(speculation.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(Runner, "decode", decode)
     weights = ref.policy(model=ref.ONE_LAYER)[1]
-    seconds = time_decoding(spec, weights, prompts, noise, carry_over)
+    seconds = time_decoding(spec, weights, inputs)
     expected = {(rows, width): rows + width / 8 + 0.01 / TIMED_STEPS
                 for rows in (32, 16, 8) for width in (1, 2, 4)}  # fmt: skip
     assert seconds == pytest.approx(expected)
@@ -294,23 +293,21 @@ def test_seconds_by_hand(timed, monkeypatch):
 
 def test_what_a_rollout_ran_is_not_compiled_again(timed):
     """Nor does timing use up what the run holds."""
-    spec, prompts, noise, carry_over = timed
+    spec, inputs = timed
     spec = dataclasses.replace(spec, row_buckets=1)
     weights = ref.policy(model=ref.ONE_LAYER)[1]
     compile_metrics()
     for width in spec.buckets(32).widths:
         chooser = Planned(lambda *_, width=width: (width, 0))
-        generate(spec, weights, prompts, noise, carry_over=carry_over, speculation=chooser)
+        generate(spec, weights, inputs, speculation=chooser)
     metrics = compile_metrics()
     assert metrics["compile/built"] + metrics["compile/read"] > 0
-    seconds = time_decoding(spec, weights, prompts, noise, carry_over)
+    seconds = time_decoding(spec, weights, inputs)
     metrics = compile_metrics()
     assert metrics["compile/built"] + metrics["compile/read"] == 0
     assert set(seconds) == {(32, width) for width in (1, 2, 4)}
     assert min(seconds.values()) > 0
-    result = generate(
-        spec, weights, prompts, noise, carry_over=carry_over, speculation=Speculation(seconds)
-    )
+    result = generate(spec, weights, inputs, speculation=Speculation(seconds))
     assert int(np.sum(np.asarray(result.rollout.lens))) >= 32
 
 
