@@ -353,7 +353,7 @@ def demonstrations(
 ) -> list[tuple[Any, str]]:
     """Return (prompt, solution) pairs; each digit of a solution is wrong at `mistake_rate`.
 
-    field: as of `solution`; problems without a solution are left out.
+    field: see `solution`; problems without a solution are left out.
 
     The mistakes leave the policy something to learn. They depend on seed and prompt_id alone.
     """

@@ -73,7 +73,7 @@ class RewardSum(contextlib.AbstractContextManager):
             pool.close()
 
     def score(self, responses: Sequence[str], *problems: Sequence) -> Rewards:
-        """Score B responses; problems: answers, tasks, metadatas, parts, as of `RewardPool`."""
+        """Score B responses; problems: answers, tasks, metadatas, parts, see `RewardPool`."""
         by_name = {name: pool.score(responses, *problems) for name, pool in self._pools.items()}
         total = np.zeros(len(responses))
         reasons = [""] * len(responses)

@@ -111,9 +111,9 @@ class Resumed(StatePart):
 
 
 @jax.jit
-def without_drafts(drafts: Drafts, rows: Array) -> Drafts:
-    """Return drafts [B], of length 0 in the rows marked in `rows` bool [B], on host or device."""
-    return dataclasses.replace(drafts, lens=jnp.where(reshard(rows, "batch"), 0, drafts.lens))
+def without_drafts(drafts: Drafts, marked: Array) -> Drafts:
+    """Return drafts [B], of length 0 in the rows that are `marked`, bool [B], on host or device."""
+    return dataclasses.replace(drafts, lens=jnp.where(reshard(marked, "batch"), 0, drafts.lens))
 
 
 @jax.jit

@@ -69,7 +69,7 @@ class RolloutResult:
         return self.noise_steps.shape[1]
 
     @property
-    def rows(self) -> np.ndarray:
+    def row_ids(self) -> np.ndarray:
         """Return the indices of these rows among the rows of all given prompts, int32 [Q * G]."""
         return _rows_of(self.groups, self.group_size)
 

@@ -152,9 +152,9 @@ def _pad(rows: Rows, real: Array) -> Rows:
     return dataclasses.replace(rows, index=index, done=rows.done | ~real)
 
 
-def where_rows(rows: Array, new: Array, old: Array) -> Array:
-    """Return [b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
-    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+def where_rows(marked: Array, new: Array, old: Array) -> Array:
+    """Return [b, ...]: `new` in the rows that are `marked`, bool [b], elsewhere `old`."""
+    return jnp.where(marked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def take(tree, row_ids: np.ndarray, rows: int | None = None):

@@ -55,9 +55,11 @@ class Responses:
         on_kept_noise: bool [Q, G], rows on noise that an earlier rollout had.
         """
         tokens, lens = hosts.fetch((previous.tokens, previous.lens))
-        rows = self.result.rows
+        row_ids = self.result.row_ids
         kept = on_kept_noise.reshape(-1)
-        return dataclasses.replace(self, previous=(tokens[rows], lens[rows]), on_kept_noise=kept)
+        return dataclasses.replace(
+            self, previous=(tokens[row_ids], lens[row_ids]), on_kept_noise=kept
+        )
 
     @property
     def group_size(self) -> int:

@@ -253,7 +253,7 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
 
 @jax.jit
 def pick_history(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Array]:
-    """Return a `DraftHistory` of all generations; arguments as of `pick_drafts`."""
+    """Return a `DraftHistory` of all generations; arguments: see `pick_drafts`."""
 
     def pick(array: Array) -> Array:
         """Pick [E, N, G, ...] → [Q, E, G, ...] on every device."""
