@@ -16,7 +16,7 @@ import pytest
 import weak_worker
 from test_workers import descendants, score
 
-from specrl_jax.rewards import containment, linux, workers
+from specrl_jax.rewards import containment, linux, worker_process, workers
 from specrl_jax.rewards.workers import RewardPool
 
 WEAK = 100  # answers, as many others among them, where the system has no namespaces
@@ -127,6 +127,22 @@ def test_hostile_answers_without_namespaces(prey, monkeypatch):
     monkeypatch.setattr(workers, "worker_process", weak_worker)
     hangs = hostile_answers.HANGS[:2] + hostile_answers.BOMBS
     drill(hostile_answers.choose(SEED, WEAK, hangs, **prey.names()), prey)
+
+
+@pytest.mark.parametrize("worker", [worker_process, weak_worker])
+def test_an_answer_locks_no_folder_for_the_next(tmp_path, monkeypatch, worker):
+    monkeypatch.setattr(workers, "worker_process", worker)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    texts = [
+        "import os; os.chmod('.', 0); value = 1",
+        "import os; os.mkdir('a'); open('a/x', 'w'); os.chmod('a', 0); value = 2",
+        "import os; open('x', 'w'); value = len(os.listdir()) + 2",
+    ]
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
+        scores = score(pool, texts)
+    assert scores.reasons == ("",) * 3
+    np.testing.assert_array_equal(scores.rewards, [1, 2, 3])
+    assert not list(tmp_path.iterdir())
 
 
 FORKS = """
