@@ -128,7 +128,7 @@ class Cell:
     scratch: an empty directory of the worker's own.
     memory: bytes that an answer may allocate.
     namespaces: what `enter_namespaces` gave; None: answers are trusted, only memory is limited.
-    tasks: of the user, as the worker started: in a namespace nobody can count them.
+    tasks: of the user, as the worker started; in a namespace they cannot be counted.
     user: `linux.own_user()`, before the namespaces.
     """
 
@@ -265,8 +265,9 @@ class Cell:
         _limit(resource.RLIMIT_FSIZE, self._memory)
         _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         if linux.LINUX:
-            others = self._tasks if self._namespaces else count_tasks()  # now: a run starts threads
-            others = 0 if self._user else others
+            others = 0
+            if not self._user:  # counted now where they can be: a run starts threads
+                others = self._tasks if self._namespaces else count_tasks()
             _limit(resource.RLIMIT_NPROC, others + beside + MAX_PROCESSES)
 
 

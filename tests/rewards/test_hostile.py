@@ -43,7 +43,8 @@ class Prey(contextlib.ExitStack):
         self.servers[1].bind(str(self.socket))
         self.servers[1].listen()
         self.servers[2].bind(("127.0.0.1", 0))
-        self.port, self.udp_port = (self.servers[i].getsockname()[1] for i in (0, 2))
+        self.port = self.servers[0].getsockname()[1]
+        self.udp_port = self.servers[2].getsockname()[1]
         for server in self.servers:
             server.setblocking(False)
             self.enter_context(server)
@@ -177,9 +178,9 @@ def test_an_answer_has_no_more_processes_than_its_limit(monkeypatch, worker):
 
 MANY = """
 import os, tempfile, threading
-from specrl_jax.rewards import containment
-if os.geteuid() == 0:
-    os.setresuid(60_000, 60_000, 60_000)
+from specrl_jax.rewards import containment, linux
+if user := linux.own_user():
+    os.setresuid(user, user, user)
 with tempfile.TemporaryDirectory() as scratch:
     cell = containment.Cell(scratch, 1 << 30, False, containment.count_tasks(), 0)
     stop = threading.Event()
