@@ -1,5 +1,6 @@
 """The loop on runs of seconds: what it records, and what every choice of the configuration does."""
 
+import contextlib
 import functools
 import json
 import math
@@ -33,12 +34,19 @@ REUSE = "rollout/reuse_fraction"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, make_mesh):
-    """run({"field": value}, steps=4) → the work directory; each configuration is run once."""
+    """run({"field": value}, steps=4) → the work directory; each configuration is run once.
+
+    What a run prints is in output.txt beside its directory.
+    """
 
     @functools.cache
     def do(changes: tuple) -> pathlib.Path:
         workdir = tmp_path_factory.mktemp("run") / "it"
-        with jax.set_mesh(make_mesh(1, 1, 1)):
+        with (
+            open(workdir.with_name("output.txt"), "w") as output,
+            contextlib.redirect_stdout(output),
+            jax.set_mesh(make_mesh(1, 1, 1)),
+        ):
             loop.train(small_config(dict(changes)), workdir)
         return workdir
 
@@ -98,9 +106,11 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_m
     assert [record["step"] for record in records(tmp_path / "run")][-1] == 2
 
 
-def test_every_metric_of_every_step_once(run, capsys):
-    lines = records(run(EVALUATED), times=True)
-    assert "algorithm.keep_sampling_mask=True makes them" in capsys.readouterr().out
+def test_every_metric_of_every_step_once(run):
+    workdir = run(EVALUATED)
+    output = workdir.with_name("output.txt").read_text()
+    assert "algorithm.keep_sampling_mask=True makes them" in output
+    lines = records(workdir, times=True)
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]
     for record in lines[1:]:

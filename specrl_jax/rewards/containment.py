@@ -101,6 +101,23 @@ def count_tasks() -> int:
     return count
 
 
+# Folders ------------------------------------------------------------------------------------------
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder with all in it, whatever rights to it an answer has left.
+
+    No process may use it. Raises OSError, or RecursionError of a deep one.
+    """
+    os.chmod(path, 0o700)
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            inner = os.path.join(folder, name)
+            if not os.path.islink(inner):
+                os.chmod(inner, 0o700)
+    shutil.rmtree(path)
+
+
 # A worker's cell ----------------------------------------------------------------------------------
 
 
@@ -111,7 +128,7 @@ class Cell:
     scratch: an empty directory of the worker's own.
     memory: bytes that an answer may allocate.
     namespaces: what `enter_namespaces` gave; None: answers are trusted, only memory is limited.
-    tasks: of the user, as the worker started.
+    tasks: of the user, as the worker started; in a namespace they cannot be counted.
     user: `linux.own_user()`, before the namespaces.
     """
 
@@ -168,7 +185,7 @@ class Cell:
             return
         if self._read_only:
             linux.unmount(self._scratch)
-        shutil.rmtree(self._scratch)
+        remove_folder(self._scratch)
 
     def confine(self, beside: int = 0) -> None:
         """Confine this process, for good: it is to run one answer.
@@ -199,7 +216,8 @@ class Cell:
         _limit(resource.RLIMIT_AS, memory, memory + RESERVE if for_good else most)
 
     def clear(self) -> None:
-        """Empty the scratch directory. Raises OSError where that fails."""
+        """Empty the scratch directory, for the next answer. Raises OSError where that fails."""
+        self._set_rights()
         left = os.listdir(self._scratch)
         if left and self._read_only:
             linux.unmount(self._scratch)
@@ -208,7 +226,7 @@ class Cell:
         for name in left:
             path = os.path.join(self._scratch, name)
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                remove_folder(path)
             else:
                 os.unlink(path)
 
@@ -232,18 +250,24 @@ class Cell:
         """Make the scratch directory an answer's, and the place for its temporary files."""
         if self._read_only:
             linux.mount_memory(self._scratch, self._memory)
-        if self._user:
-            os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
-            os.chmod(self._scratch, 0o770)
+        self._set_rights()
         os.environ |= dict.fromkeys(("HOME", "TMPDIR"), self._scratch)
         tempfile.tempdir = self._scratch
+
+    def _set_rights(self) -> None:
+        """Let an answer use the scratch directory; the one before may have locked it."""
+        if self._user:
+            os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
+        os.chmod(self._scratch, 0o770 if self._user else 0o700)
 
     def _set_limits(self, beside: int) -> None:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_FSIZE, self._memory)
         _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         if linux.LINUX:
-            others = 0 if self._user else self._tasks
+            others = 0
+            if not self._user:  # counted now where they can be: a run starts threads
+                others = self._tasks if self._namespaces else count_tasks()
             _limit(resource.RLIMIT_NPROC, others + beside + MAX_PROCESSES)
 
 

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -156,7 +155,7 @@ def guard(
     with contextlib.suppress(TimeoutError):
         code = containment.end_children(template)
     with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(scratch)
+        containment.remove_folder(scratch)
     os._exit(code if code >= 0 else 128 - code)  # as a shell tells of a signal
 
 

@@ -40,20 +40,32 @@ def _config(flags=FLAGS, **changes):
     return config
 
 
-def _start(folder, programs: list[list[str]]) -> list[subprocess.Popen]:
-    """The processes of a run, by what follows `python`; their output is in FOLDER/N.out, N.err."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _ends(folder, programs: list[list[str]]) -> list[int]:
+    """Exit statuses of a run's processes, by what follows `python`; their output is in FOLDER/N.out
+    and FOLDER/N.err."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={len(programs)}"]
+    env = os.environ | ONE_DEVICE | {"PYTHONPATH": path}
     processes = []
-    for number, program in enumerate(programs):
-        command = [sys.executable, *program, *joined, f"--process_id={number}"]
-        env = os.environ | ONE_DEVICE | {"PYTHONPATH": path}
-        with open(folder / f"{number}.out", "w") as out, open(folder / f"{number}.err", "w") as err:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err))
-    return processes
+    with socket.socket() as held:
+        # JAX's coordinator may listen at this port too; no other program is given it.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        joined = [f"--coordinator=127.0.0.1:{held.getsockname()[1]}"]
+        joined += [f"--num_processes={len(programs)}"]
+        try:
+            for number, program in enumerate(programs):
+                command = [sys.executable, *program, *joined, f"--process_id={number}"]
+                with (
+                    open(folder / f"{number}.out", "w") as out,
+                    open(folder / f"{number}.err", "w") as err,
+                ):
+                    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err)
+                processes.append(process)
+            return [process.wait(timeout=900) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()  # a process in a collective does not hear anything else
+                process.wait()
 
 
 def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]]:
@@ -61,13 +73,7 @@ def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]
     programs = [
         ["tests/one_of_two.py", *fate.split()] if fate else ["launch/train.py"] for fate in fates
     ]
-    processes = _start(folder, [program + _arguments(workdir, flags) for program in programs])
-    try:
-        codes = [process.wait(timeout=900) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # a process in a collective does not hear anything else
-            process.wait()
+    codes = _ends(folder, [program + _arguments(workdir, flags) for program in programs])
     texts = [[(folder / f"{n}.{x}").read_text() for x in ("out", "err")] for n in range(len(fates))]
     return [(code, *text) for code, text in zip(codes, texts)]
 
@@ -169,7 +175,7 @@ def test_the_other_process_ends_too(tmp_path, fates):
 def test_processes_with_other_flags_are_refused(tmp_path):
     programs = [["launch/train.py", *_arguments(tmp_path / "run")] for _ in range(2)]
     programs[1].append("--config.seed=3")
-    assert [process.wait(timeout=100) for process in _start(tmp_path, programs)] == [2, 2]
+    assert _ends(tmp_path, programs) == [2, 2]
     error = "error: seed must be the same in all processes, got 0 in process 0 and 3 in process 1; "
     assert error + "start them with the same flags" in (tmp_path / "0.err").read_text()
 

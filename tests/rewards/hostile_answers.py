@@ -3,7 +3,7 @@
 import random
 
 # What an answer does; each runs in `exec`, after `import os, sys, time`. `{n}` is a small number,
-# `{file}`, `{pid}`, `{port}` and `{socket}` a file, a process and sockets of the user's.
+# `{file}`, `{pid}`, `{port}`, `{udp}`, `{socket}` a file, a process and sockets of the user's.
 KINDS = {
     "forks": [
         "os.fork()",
@@ -68,7 +68,7 @@ KINDS = {
         "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
         "import socket; s = socket.socket(); s.bind(('127.0.0.1', 4{n}321)); s.listen()",
         "import socket; s = socket.socket(socket.AF_UNIX); s.connect('{socket}')",
-        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp}))",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}', timeout=1)",
     ],
     "interpreter": [

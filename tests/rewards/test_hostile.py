@@ -16,7 +16,7 @@ import pytest
 import weak_worker
 from test_workers import descendants, score
 
-from specrl_jax.rewards import containment, linux, workers
+from specrl_jax.rewards import containment, linux, worker_process, workers
 from specrl_jax.rewards.workers import RewardPool
 
 WEAK = 100  # answers, as many others among them, where the system has no namespaces
@@ -42,16 +42,17 @@ class Prey(contextlib.ExitStack):
         self.servers.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         self.servers[1].bind(str(self.socket))
         self.servers[1].listen()
+        self.servers[2].bind(("127.0.0.1", 0))
         self.port = self.servers[0].getsockname()[1]
-        self.servers[2].bind(("127.0.0.1", self.port))
+        self.udp_port = self.servers[2].getsockname()[1]
         for server in self.servers:
             server.setblocking(False)
             self.enter_context(server)
         self.before = self._state()
 
     def names(self):
-        pid, port = self.process.pid, self.port
-        return {"file": self.file, "pid": pid, "port": port, "socket": self.socket}
+        ports = {"port": self.port, "udp": self.udp_port}
+        return {"file": self.file, "pid": self.process.pid, "socket": self.socket} | ports
 
     def _state(self):
         files = {path.name: path.is_file() and path.read_text() for path in self.folder.iterdir()}
@@ -129,6 +130,22 @@ def test_hostile_answers_without_namespaces(prey, monkeypatch):
     drill(hostile_answers.choose(SEED, WEAK, hangs, **prey.names()), prey)
 
 
+@pytest.mark.parametrize("worker", [worker_process, weak_worker])
+def test_an_answer_locks_no_folder_for_the_next(tmp_path, monkeypatch, worker):
+    monkeypatch.setattr(workers, "worker_process", worker)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    texts = [
+        "import os; os.chmod('.', 0); value = 1",
+        "import os; os.mkdir('a'); open('a/x', 'w'); os.chmod('a', 0); value = 2",
+        "import os; open('x', 'w'); value = len(os.listdir()) + 2",
+    ]
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
+        scores = score(pool, texts)
+    assert scores.reasons == ("",) * 3
+    np.testing.assert_array_equal(scores.rewards, [1, 2, 3])
+    assert not list(tmp_path.iterdir())
+
+
 FORKS = """
 import os, time
 value = 0
@@ -157,6 +174,32 @@ def test_an_answer_has_no_more_processes_than_its_limit(monkeypatch, worker):
     assert scores.reasons == ("",) * 3
     assert 20 < scores.rewards[0] < 2 * containment.MAX_PROCESSES  # others of the user may end
     np.testing.assert_array_equal(scores.rewards[1:], [5, 1])
+
+
+MANY = """
+import os, tempfile, threading
+from specrl_jax.rewards import containment, linux
+if user := linux.own_user():
+    os.setresuid(user, user, user)
+with tempfile.TemporaryDirectory() as scratch:
+    cell = containment.Cell(scratch, 1 << 30, False, containment.count_tasks(), 0)
+    stop = threading.Event()
+    for _ in range(2 * containment.MAX_PROCESSES):
+        threading.Thread(target=stop.wait).start()
+    answer = os.fork()
+    if answer == 0:
+        cell.confine()
+        os._exit(os.fork() and 5)
+    print(os.waitstatus_to_exitcode(os.waitpid(answer, 0)[1]))
+    stop.set()
+"""
+
+
+def test_threads_that_the_user_starts_later_take_no_process_from_an_answer():
+    """As a run does after its workers. Root would not be limited."""
+    command = [sys.executable, "-c", MANY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "5\n", done.stderr
 
 
 BECOME = """

@@ -136,8 +136,8 @@ def test_what_a_contained_reward_lacks_is_told_where_it_fails():
 
 
 def test_the_timeout_is_per_answer_and_not_per_batch():
-    with RewardPool("user_scorers:slow", timeout=3, memory_mib=256, workers=1) as pool:
-        scores = score(pool, ["a"] * 65)  # 65 · 0.05 s: more than the limit of one
+    with RewardPool("user_scorers:slow", timeout=5, memory_mib=256, workers=1) as pool:
+        scores = score(pool, ["a"] * 105)  # 105 · 0.05 s: more than the limit of one
     assert not scores.failed.any()
 
 
@@ -365,8 +365,8 @@ def kill_templates(pool, stop, times):
     for _ in range(times):
         if stop.wait(0.2):
             return
-        for worker in pool._workers:
-            guard = worker._process and worker._process.pid
+        for process in [worker._process for worker in pool._workers]:
+            guard = process and process.pid
             for pid in (read(f"/proc/{guard}/task/{guard}/children") or "").split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)

@@ -280,14 +280,15 @@ def test_a_run_of_a_killed_sweep_comes_to_its_end_first(program, tmp_path):
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     run.workdir.mkdir(parents=True)
     hold = (
-        "import fcntl, sys, time; lock = open(sys.argv[1], 'w'); "
-        "fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); time.sleep(0.5)"
+        "import fcntl, pathlib, sys, time; lock = open(sys.argv[1], 'w'); "
+        "fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); time.sleep(0.5); "
+        "pathlib.Path(sys.argv[2]).touch()"
     )
-    command = [sys.executable, "-c", hold, str(run.workdir / "lock")]
+    command = [sys.executable, "-c", hold, str(run.workdir / "lock"), str(tmp_path / "over")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         assert sweep.Training(run)() == ""
-        assert holder.wait(5) == 0
+        assert (tmp_path / "over").exists()
 
 
 def test_runs_through_submitit(main, program, tmp_path, capsys):
