@@ -16,7 +16,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.scoring import RowTokens, unpacked
-from specrl_jax.algorithms.update import Sums, update
+from specrl_jax.algorithms.update import Scalars, update
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
     PolicyState,
@@ -117,6 +117,7 @@ def supervise(
         loss=LossConfig(solution_coef=1.0, max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
+        token_budget=0,
         skip_nonfinite=False,
     )
     state = init_policy_state(update_spec, params, frozen)
@@ -129,17 +130,17 @@ def supervise(
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]
         batches = tuple(put(x[index], None, "batch", *(None,) * (x.ndim - 1)) for x in data[:3])
-        state, sums = _run(update_spec, state, batches, frozen)
-        sums = hosts.fetch(sums)
+        state, scalars = _run(update_spec, state, batches, frozen)
+        scalars = hosts.fetch(scalars)
         step = min(start + chunk, steps)
         for name, field in _MUST_BE_FINITE.items():
-            value = sums.get(name, np.zeros(1)).sum()
+            value = scalars.get(name, np.zeros(1)).sum()
             if not np.isfinite(value):
                 rate = f", now {settings.learning_rate}" if field.startswith("warmup") else ""
                 raise FloatingPointError(
                     f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )
-        print(f"  step {step}: {sums['loss'][-1]:.3f} nats/token", flush=True)
+        print(f"  step {step}: {scalars['loss'][-1]:.3f} nats/token", flush=True)
     return state.params, state.draft_head
 
 
@@ -149,14 +150,14 @@ def _run(
     state: PolicyState,
     batches: tuple[Array, Array, Array],
     frozen: Params | None,
-) -> tuple[PolicyState, Sums]:
+) -> tuple[PolicyState, Scalars]:
     """Return the state after an update on each batch, and the scalars of the updates, [steps].
 
     batches: `RowTokens.tokens`, `prompt_lens` and `response_lens`, [steps, B, ...].
     """
     slots = update_spec.loss.max_response_len
 
-    def step(state: PolicyState, rows: tuple[Array, Array, Array]) -> tuple[PolicyState, Sums]:
+    def step(state: PolicyState, rows: tuple[Array, Array, Array]) -> tuple[PolicyState, Scalars]:
         tokens, prompt_lens, response_lens = rows
         columns = prompt_lens[:, None] + jnp.arange(slots)[None, :]
         nothing = jnp.zeros_like(columns, jnp.float32)
