@@ -1,4 +1,4 @@
-"""Run: `train` sets up, `prepare` compiles, `loop` makes steps, evaluates and saves.
+"""Training loop: `train` sets up, `prepare` compiles, `loop` makes steps, evaluates and saves.
 
 A `step` collects a batch and updates on it.
 """
@@ -99,7 +99,8 @@ def loop(
         save(log.write().get("reward/eval"))
     else:
         save()
-    checkpoints.wait()  # before the first record: a resume refuses metrics without a checkpoint
+    # Before step 1 is recorded: a resume refuses such a record without a checkpoint.
+    checkpoints.wait()
     stopped = False
     while state.step < run.total_steps and not (stopped := stop.agreed()):
         with log.clock.timed("time/step"):

@@ -20,10 +20,10 @@ PADDING = "<padding>"  # task of an `Example` that fills up a batch; no file of 
 
 
 class StatePart:
-    """A part of the run's state: it saves, restores and describes itself."""
+    """A part of the run's state that gives and takes back what a checkpoint holds."""
 
     def arrays(self) -> Any:
-        """Return the pytree of arrays that a checkpoint saves, and is read back like."""
+        """Return the arrays that a checkpoint saves; `restore` gets arrays of this structure."""
         return {}
 
     def host(self) -> Any:
@@ -73,7 +73,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Drafts of the draft store for a batch of B rows."""
+    """Draft tokens of B rows: of the store, of a run-ahead or of a fork."""
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft
@@ -137,7 +137,7 @@ class Source(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """B finished responses."""
+    """B responses, finished or not (`PartialRows` says which)."""
 
     tokens: Array  # int32 [B, R], right-padded
     lens: Array  # int32 [B], end of sequence included

@@ -1,8 +1,8 @@
 """Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
-A new part of the state is a `types.StatePart`, which saves, restores and describes itself, a field
-of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its own
-part (`collect`).
+A new part of the state is a `types.StatePart`, which gives and takes back what a checkpoint holds,
+a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its
+own part (`collect`).
 """
 
 import dataclasses
