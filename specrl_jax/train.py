@@ -155,7 +155,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     run, params = build(config)
     hosts.check_same(run.fingerprints, "give them the same files")
-    run = fit.fit(run)
+    run = fit.fit_rows_to_memory(run)
     with (
         run.responder.pool,
         memory.explain_shortage(config, run.model, len(run.prompts.lens)),

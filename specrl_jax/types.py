@@ -16,7 +16,8 @@ from jax import Array
 
 from specrl_jax.sharding import axes
 
-PADDING = "<padding>"  # task of an `Example` that fills up a batch; no file of data has that name
+# Task of an `Example` that fills up a batch; no file of data has that name.
+FILLER_TASK = "<padding>"
 
 
 class StatePart:
@@ -215,7 +216,7 @@ class Batch:
     support: Array | None = None
     # int32 [B, K], where a response's turns end, 0 for none; for an advantage by turn, else None.
     turn_ends: Array | None = None
-    given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
+    is_solution: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 
     @property
     def mask(self) -> Array:

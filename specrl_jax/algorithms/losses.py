@@ -280,21 +280,21 @@ def policy_loss(
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
     A token that a mask of `config.masks` leaves out has the loss 0 and counts in the mean, as in
-    IcePop and DeepSeek-V3.2. A token of a row that holds a given solution has −c·log π in place of
+    IcePop and DeepSeek-V3.2. A token of a row that holds a solution has −c·log π in place of
     these terms, c the `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
-        `importance_weights` (w before `capped_weights`), `given` and `mask` are read. What lies
-        outside the mask reaches neither loss, gradient nor sums, be it inf. Rows are whole.
+        `importance_weights` (w before `capped_weights`), `is_solution` and `mask` are read. Values
+        outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
         `UpdateSpec.token_budget`; None: the count of these rows.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
     `entropy`, `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights. Given tokens count in none of these, but in `given_tokens` and `given_nll`. Add them
-    over micro-batches, then `policy_metrics`.
+    weights. Tokens of solutions count in none of these, but in `solution_tokens` and
+    `solution_nll`. Add them over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -332,12 +332,12 @@ def policy_loss(
         per_token_metrics[f"masked_{name}"] = masked.astype(logprobs.dtype)
     sampled = mask
     sums = {}
-    if batch.given is not None:
-        given = mask & batch.given[:, None]
-        sampled = mask & ~given
-        per_token = jnp.where(given, -config.solution_coef * logprobs, per_token)
-        sums["given_tokens"] = jnp.sum(given.astype(logprobs.dtype))
-        sums["given_nll"] = -jnp.sum(logprobs, where=given)
+    if batch.is_solution is not None:
+        solution = mask & batch.is_solution[:, None]
+        sampled = mask & ~solution
+        per_token = jnp.where(solution, -config.solution_coef * logprobs, per_token)
+        sums["solution_tokens"] = jnp.sum(solution.astype(logprobs.dtype))
+        sums["solution_nll"] = -jnp.sum(logprobs, where=solution)
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
     sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}

@@ -41,9 +41,11 @@ def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> B
 
     keep_mask: with the tokens that the sampler allowed, and log-probs among them.
     """
-    group = rollout.lens.shape[0] // len(prompts.lens)
-    prompt_lens = np.repeat(prompts.lens, group)
-    return _make_batch(np.repeat(prompts.tokens, group, axis=0), prompt_lens, rollout, keep_mask)
+    group_size = rollout.lens.shape[0] // len(prompts.lens)
+    prompt_lens = np.repeat(prompts.lens, group_size)
+    return _make_batch(
+        np.repeat(prompts.tokens, group_size, axis=0), prompt_lens, rollout, keep_mask
+    )
 
 
 @functools.partial(jax.jit, static_argnames="keep_mask")
@@ -75,22 +77,22 @@ def join(prompts_BP: Array, prompt_lens: Array, responses_BR: Array) -> Array:
     return jax.vmap(join_row)(padded, responses_BR, prompt_lens)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="policy_frozen", donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="critic_only", donate_argnums=1)
 def update(
     update_spec: UpdateSpec,
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
     *,
-    policy_frozen: bool = False,
+    critic_only: bool = False,
 ) -> tuple[PolicyState, Scalars]:
     """Take one optimizer step on the packed rows of a batch, the mini-batch.
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
-    frozen: where adapters are trained, the weights that they belong to.
-    policy_frozen: the critic learns, and a draft head. The policy's weights and all of its
+    base_params: where adapters are trained, the weights that they belong to.
+    critic_only: the critic learns, and a draft head. The policy's weights and all of its
     optimizer's state (moments, step count) stay as they are.
 
     Returns the new state and scalars: `loss` of the policy, `grad_norm` (before clipping),
@@ -99,10 +101,10 @@ def update(
     """
     before = state
     (grads, critic_grads, head_grads), scalars = _gradients(
-        update_spec, state, take_rows(batch, packed.row_ids), packed, frozen
+        update_spec, state, take_rows(batch, packed.row_ids), packed, base_params
     )
     scalars["grad_norm"] = optax.tree.norm(grads)
-    if not policy_frozen:
+    if not critic_only:
         params, opt_state = _apply(update_spec.optimizer, grads, state.params, state.opt_state)
         state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if update_spec.critic is not None:
@@ -145,13 +147,13 @@ def _gradients(
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
-    frozen: Params | None,
+    base_params: Params | None,
 ) -> tuple[Gradients, Scalars]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
     pair_sums: Scalars = {}
     if compares_pairs(update_spec.loss.objective):
-        policy = adapted(update_spec.model, state.params, frozen)
+        policy = adapted(update_spec.model, state.params, base_params)
         before = logprobs(update_spec, policy, packed, batch.support)
         batch, pair_sums = weigh_pairs(batch, before, update_spec.loss)
     weights = (state.params, state.critic)
@@ -164,7 +166,7 @@ def _gradients(
 
     def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         trained, critic_params = weights
-        params = adapted(update_spec.model, trained, frozen)
+        params = adapted(update_spec.model, trained, base_params)
         support = slot_support(part.support, nodes, sequences)
         slots, states = slot_logprobs(update_spec, params, critic_params, sequences, support)
         rows = read_nodes(slots, nodes)
@@ -188,7 +190,7 @@ def _gradients(
         grads, (sums, states) = jax.grad(loss, has_aux=True)(weights, part, sequences, nodes)
         if head is None:
             return (*grads, None), sums
-        policy = adapted(update_spec.model, state.params, frozen)
+        policy = adapted(update_spec.model, state.params, base_params)
         head_grads, head_sums = head_gradients(
             update_spec, head, policy, sequences, states, nodes, part.mask, head_normalizer
         )

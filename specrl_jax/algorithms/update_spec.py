@@ -181,17 +181,17 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
 def init_policy_state(
     update_spec: UpdateSpec,
     trained: Params,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
     draft_head: DraftHeadState | None = None,
 ) -> PolicyState:
     """Return the state before the first update; a critic's own decoder starts as the policy's.
 
-    trained: all weights, or adapters of the weights `frozen`. draft_head: one that is trained
+    trained: all weights, or adapters of the weights `base_params`. draft_head: one that is trained
     already; None: a new one, where there is to be any.
     """
     state = PolicyState(trained, jax.jit(update_spec.optimizer.init)(trained))
     model = update_spec.model
-    policy = lora.adapted(model, trained, frozen)
+    policy = lora.adapted(model, trained, base_params)
     if update_spec.draft_head is not None:
         draft_head = draft_head or init_head_state(update_spec, policy)
         state = dataclasses.replace(state, draft_head=draft_head)

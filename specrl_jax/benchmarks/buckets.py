@@ -187,7 +187,7 @@ class SimulatedRunner:
         shape = (buckets.multiple, self.size // buckets.multiple)
         self.left = np.zeros(shape, int)  # tokens that are still to be decoded
         self.filled = np.zeros(shape, int)  # slots that a step reads
-        self.decode_runs: list[tuple[int, int, int]] = []  # as of `Stats`
+        self.decode_runs: list[tuple[int, int, int]] = []  # see `Stats`
         self.seconds = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Attention by Pallas kernels that ship with JAX for TPUs, on a shard; arguments as of `attention`.
+"""Attention by Pallas kernels that ship with JAX for TPUs, on a shard; arguments: see `attention`.
 
 Rows of the cache go to ragged_paged_attention, which reads only the slots that a row has filled: a
 cache layer [B, S, 2 K, H] is cut into pages where it lies. Packed sequences go to splash_attention

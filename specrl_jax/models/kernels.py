@@ -15,7 +15,7 @@ USES = ("cached", "packed")
 def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, ...]:
     """Return the kernels of attention and of the output head that a run takes.
 
-    Arguments as of `choose_attention_kernels`.
+    Arguments: see `choose_attention_kernels`.
     """
     attention = choose_attention_kernels(setting, model, slots)
     return attention + choose_head_kernel(setting, model)

@@ -82,7 +82,7 @@ def _look_up(table: np.ndarray, index_BT: Array) -> Array:
 
 
 def turn_ends(eos_ids: Sequence[int], stop: StopStrings | None, tokens: Any, xp: Any = jnp) -> Any:
-    """Mark the tokens that end a turn, bool [B, T]; arguments as of `StopStrings.ends`.
+    """Mark the tokens that end a turn, bool [B, T]; arguments: see `StopStrings.ends`.
 
     eos_ids: the tokens that end it alone. Without strings the window is 0.
     """

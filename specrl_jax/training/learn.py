@@ -29,7 +29,7 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
-from specrl_jax.training.build import frozen_steps
+from specrl_jax.training.build import critic_only_steps
 from specrl_jax.training.collect import TrainBatch
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch, Rollout, Source
@@ -69,21 +69,21 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 def _count_tokens(state: RunState, rollout: Rollout) -> None:
     """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
-    head = state.train.draft_head
+    head = state.policy_state.draft_head
     if head is None or head.counts is None:
         return
     lens, sources = hosts.fetch((rollout.lens, rollout.sources))
     own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
     counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
-    state.train = dataclasses.replace(state.train, draft_head=head)
+    state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
     """Return rewards float32 [B] or [B, K], less the overlong penalty, and its mean as a metric.
 
-    They are [B, K] with `Advantage.by_function`, where the penalty is a column of its own, and with
-    `by_turn`, where the last turn alone is penalized.
+    They are [B, K] as `Advantage.by_function` or `by_turn` says. Of several functions the penalty
+    is one more; of several turns only the last is penalized.
     """
     settings = run.config.reward
     advantage = choose_advantage(run.config)
@@ -113,8 +113,8 @@ def with_advantages(
     """Return the batch with advantages; with a critic also with its values and returns."""
     if run.update_spec.critic:
         packed = _pack_all(run, batch)
-        frozen = state.frozen(run.model)
-        values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
+        base_params = state.base_params(run.model)
+        values = critic_values(run.update_spec, state.policy_state, packed, base_params=base_params)
         batch = dataclasses.replace(batch, values=values)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
@@ -133,23 +133,23 @@ def _update_by_mini_batches(
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
     batch, row_ids, metrics = select_rows(run, state, batch)
-    batch, more = _with_other_logprobs(run, state, batch)
+    batch, more = with_reference_and_old_logprobs(run, state, batch)
     metrics |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         metrics |= more
-    critic_alone = state.step <= frozen_steps(run.config)
+    critic_only = state.step <= critic_only_steps(run.config)
     history = []
     mini_batches = []
 
     def make_update(packed: PackedRows) -> None:
-        state.train, scalars = update(
+        state.policy_state, scalars = update(
             run.update_spec,
-            state.train,
+            state.policy_state,
             batch,
             packed,
-            frozen=state.frozen(run.model),
-            policy_frozen=critic_alone,
+            base_params=state.base_params(run.model),
+            critic_only=critic_only,
         )
         history.append(scalars)
 
@@ -159,14 +159,14 @@ def _update_by_mini_batches(
         make_update(packed)
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
-    history = finite_updates(run, state, hosts.fetch(history))
+    history = drop_skipped_updates(run, state, hosts.fetch(history))
     metrics = _update_metrics(run, history) | metrics
     metrics |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    (_, count), *_ = optax.tree.get_all_with_path(state.train.opt_state, "count")
+    (_, count), *_ = optax.tree.get_all_with_path(state.policy_state.opt_state, "count")
     updates = int(hosts.fetch(count))
-    metrics["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
+    metrics["update/lr"] = 0.0 if critic_only else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -204,7 +204,9 @@ def select_rows(
     return batch, row_ids, metrics
 
 
-def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+def with_reference_and_old_logprobs(
+    run: Run, state: RunState, batch: Batch
+) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     metrics = {}
     recompute = OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed
@@ -238,22 +240,22 @@ def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch
         row = (group + 1) * group_size - 1
         tokens[row, : len(solution)] = solution
         lens[row] = len(solution)
-    batch = _replace(batch, put(tokens, "batch", None), put(lens, "batch"))
+    batch = _put_solutions(batch, put(tokens, "batch", None), put(lens, "batch"))
     return batch, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
 
 
 @jax.jit
-def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
-    """Put these responses, which are given, in the batch where their length is not 0."""
-    given = lens > 0
+def _put_solutions(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
+    """Put the solutions `tokens_BR` in the batch where their length is not 0."""
+    is_solution = lens > 0
     slots = batch.tokens.shape[1] - tokens_BR.shape[1]
     tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
     return dataclasses.replace(
         batch,
-        tokens=jnp.where(given[:, None], tokens, batch.tokens),
-        response_lens=jnp.where(given, lens, batch.response_lens),
-        advantages=jnp.where(given[:, None], 0, batch.advantages),
-        given=given,
+        tokens=jnp.where(is_solution[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(is_solution, lens, batch.response_lens),
+        advantages=jnp.where(is_solution[:, None], 0, batch.advantages),
+        is_solution=is_solution,
     )
 
 
@@ -277,9 +279,9 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
 
 @jax.jit
 def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
+    """bool [B], rows with an advantage that is not exactly 0, or a solution."""
     signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
-    return signal if batch.given is None else signal | batch.given
+    return signal if batch.is_solution is None else signal | batch.is_solution
 
 
 def _pack_all(run: Run, batch: Batch) -> PackedRows:
@@ -296,7 +298,7 @@ _STAGES = {
 }
 
 
-def finite_updates(
+def drop_skipped_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
     """Return the scalars of the updates that were not skipped; count in `state` those in a row.
@@ -363,8 +365,8 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
     # Means over the tokens that are computed, where there are any.
     if total("tokens"):
         metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    if tokens := total("given_tokens"):
-        metrics["policy/solution_nll"] = total("given_nll") / tokens
+    if tokens := total("solution_tokens"):
+        metrics["policy/solution_nll"] = total("solution_nll") / tokens
     if pairs := total("pairs"):
         metrics["policy/pair_loss"] = total("pair_loss") / pairs
         metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs

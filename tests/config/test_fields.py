@@ -5,7 +5,7 @@ import small_runs
 from small_runs import line_of
 
 from specrl_jax.config import cli, validate
-from specrl_jax.config.fields import FIELDS, ORIGIN, RUN, may_change, without_effect
+from specrl_jax.config.fields import FIELDS, NEW_RUN, RESUMED, may_change, without_effect
 
 NONE = {"rollout.draft": "none"}
 TREE = {"rollout.draft": "tree"}
@@ -192,11 +192,11 @@ def test_what_holds_without_an_effect_is_a_value_of_the_field():
 
 
 def test_what_may_change_later():
-    resumed = set(may_change(RUN))
+    resumed = set(may_change(RESUMED))
     assert {"log", "checkpoint", "mesh", "train", "model.attention"} <= resumed
     assert {"evaluate.every", "evaluate.samples", "evaluate.batch_size"} <= resumed
     assert len(resumed) == 8
-    begun = set(may_change(RUN, ORIGIN))
+    begun = set(may_change(RESUMED, NEW_RUN))
     assert resumed - begun == {"evaluate.every", "evaluate.samples", "evaluate.batch_size"}
     assert {"evaluate", "updates", "reward", "critic.clip", "algorithm.kl_coef"} <= begun
     assert begun.isdisjoint({"algorithm", "rollout", "data", "critic", "seed", "lora.rank"})

@@ -173,7 +173,7 @@ def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     got, values = learn.with_solutions(run, on_mesh, collected)
     got = jax.tree.map(np.asarray, got)
     assert values == {"update/solutions": pytest.approx(1 / 3)}
-    np.testing.assert_array_equal(np.flatnonzero(got.given), [15])
+    np.testing.assert_array_equal(np.flatnonzero(got.is_solution), [15])
     answer = run.responder.tokenizer.encode(examples[1].answer)
     np.testing.assert_array_equal(got.tokens[15], [0, 1, *answer, 1, *np.zeros(5), 8][:9])
     assert got.response_lens[15] == len(answer) + 1
