@@ -28,20 +28,26 @@ CHANGES = {
 
 def paper_loss(logprobs, entropy, batch, config, at):
     """The papers' formulas in float64; at: the log-probs where no gradient goes through."""
-    total, rows = 0.0, np.sum(batch.response_lens > 0)
+    total = 0.0
+    rows = np.sum(batch.response_lens > 0)
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     for row, n in enumerate(batch.response_lens):
         if not n:
             continue
-        a, old = batch.advantages[row, :n], batch.old_logprobs[row, :n]
-        new, fixed = logprobs[row, :n], at[row, :n]
-        r, weight = np.exp(new - old), np.exp(fixed - old)
+        a = batch.advantages[row, :n]
+        old = batch.old_logprobs[row, :n]
+        new = logprobs[row, :n]
+        fixed = at[row, :n]
+        r = np.exp(new - old)
+        weight = np.exp(fixed - old)
         if config.ratio == "sequence":  # (π(y) / π_old(y))^(1/|y|) at `at`, times π / sg(π)
             weight = np.full(n, np.prod(weight) ** (1 / n))
             r = weight * np.exp(new - fixed)
         if config.objective == "cispo":
-            terms = -np.clip(weight, 0.8, 1.28) * a * new
+            terms = -np.clip(weight, low, high) * a * new
         else:
-            terms = -np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
+            terms = -np.minimum(r * a, np.clip(r, low, high) * a)
         if config.dual_clip:
             terms = np.where(a < 0, np.minimum(terms, config.dual_clip * np.abs(a)), terms)
         # Its value is that of the estimator, its gradient d, both weighed by the token's ratio.

@@ -50,7 +50,7 @@ NO_TERMS = ["math*", "math*x", "math*nan", "0.8*math", "a:b*0.5*2", "math*1_0", 
         ("math+", "a function has no name"),
     ],
 )
-def test_a_sum_that_is_none_is_told(name, reason):
+def test_a_malformed_sum_is_refused(name, reason):
     line = line_of(reward_terms, name)
     assert line.startswith("reward.name must be FUNCTION, or a sum as math*0.8+format*0.2")
     assert line.endswith(f"got {name!r}: {reason}")
