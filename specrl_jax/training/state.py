@@ -110,7 +110,7 @@ class Reference(StatePart):
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint(StatePart):
-    """Model and held-out prompts that the run began with; a resume with others is refused."""
+    """Model, held-out prompts and solutions that a run began with; a resume refuses others."""
 
     source: str  # of the config
     shape: dict[str, Any]  # without what a machine chooses
