@@ -34,7 +34,7 @@ class DraftHeadState:
 class PolicyState:
     """Weights and optimizer states of the policy, its critic and its draft head."""
 
-    params: Params  # float32, stored layout; all weights, or adapters of frozen ones
+    params: Params  # float32, stored layout; all weights, or adapters of base weights
     opt_state: Any
     critic: Params | None = None
     critic_opt_state: Any = None
