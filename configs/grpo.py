@@ -127,7 +127,7 @@ def base() -> ConfigDict:
     fork.segment = 0  # tokens after which unfinished responses fork; 0: off; TreePO 512
     fork.roots = 2  # responses that a group begins with; TreePO 2 to 8
     fork.branches = 2  # continuations of a response that forks; TreePO 2
-    rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
+    rollout.max_width = 8  # W, most tokens that a decode step feeds, W - 1 of a draft; tree, head
     rollout.adaptive = True  # choose widths of decode steps by seconds; False: the widest
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: as many as fit the devices
@@ -241,7 +241,7 @@ def base() -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 16  # steps between checkpoints
-    checkpoint.keep_last = 2  # newest checkpoints to keep, >= 2: its next step proves one good
+    checkpoint.keep_last = 2  # newest checkpoints to keep; >= 2: the next step tests the weights
     checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
 
     config.log = log = ConfigDict()

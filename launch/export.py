@@ -35,7 +35,7 @@ def parser() -> cli.Parser:
 def main() -> None:
     args, rest = parser().parse_known_args()
     cli.refuse(rest, vars(args))
-    # It imports JAX, for which --help need not wait.
+    # JAX is slow to import; --help must not wait.
     from specrl_jax.evaluation import export, saved_policy
 
     export.check_out(args.out)

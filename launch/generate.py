@@ -34,7 +34,7 @@ def parser() -> cli.Parser:
 def main() -> None:
     args, rest = parser().parse_known_args()
     cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
-    from specrl_jax.evaluation import saved_policy  # it imports JAX, for which --help need not wait
+    from specrl_jax.evaluation import saved_policy  # JAX is slow to import; --help must not wait
 
     defaults = cli.presets()["configs/grpo.py:tiny"]
     if args.temperature is not None:

@@ -93,7 +93,7 @@ def main() -> None:
         raise ValueError("--config.seed must not be given; give --seeds instead")
     seeds = _seeds(args.seeds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run saves, as at Ctrl-C
-    from specrl_jax.telemetry import sweep  # imports JAX, for which --help need not wait
+    from specrl_jax.telemetry import sweep  # JAX is slow to import; --help must not wait
 
     cases = _cases(args)
     runs = sweep.training_runs(cases, seeds, args.workdir, config_flags)

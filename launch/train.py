@@ -37,7 +37,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", 
 
 def main() -> None:
     with StopRequest() as stop:
-        from specrl_jax.process import (  # import JAX, for which --help need not wait
+        from specrl_jax.process import (  # JAX is slow to import; --help must not wait
             distributed,
             runtime,
         )

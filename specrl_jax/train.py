@@ -1,4 +1,4 @@
-"""Run: `train` sets up, `prepare` compiles, `loop` makes steps, evaluates and saves.
+"""Training loop: `train` sets up, `prepare` compiles, `loop` makes steps, evaluates and saves.
 
 A `step` collects a batch and updates on it.
 """
@@ -92,7 +92,8 @@ def loop(
         save(log.write().get("reward/eval"))
     else:
         save()
-    checkpoints.wait()  # before the first record: a resume refuses metrics without a checkpoint
+    # Before step 1 is recorded: a resume refuses such a record without a checkpoint.
+    checkpoints.wait()
     stopped = False
     while state.step < run.total_steps and not (stopped := stop.agreed()):
         with log.clock.timed("time/step"):
@@ -147,7 +148,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     run, params = build(config)
     hosts.check_same(run.fingerprints, "give them the same files")
-    run = fit.fit(run)
+    run = fit.fit_rows_to_memory(run)
     with (
         run.responder.pool,
         memory.explain_shortage(config, run.model, len(run.prompts.lens)),

@@ -16,14 +16,15 @@ from jax import Array
 
 from specrl_jax.sharding import axes
 
-PADDING = "<padding>"  # task of an `Example` that fills up a batch; no file of data has that name
+# Task of an `Example` that fills up a batch; no file of data has that name.
+FILLER_TASK = "<padding>"
 
 
 class StatePart:
-    """A part of the run's state: it saves, restores and describes itself."""
+    """A part of the run's state that gives and takes back what a checkpoint holds."""
 
     def arrays(self) -> Any:
-        """Return the pytree of arrays that a checkpoint saves, and is read back like."""
+        """Return the arrays that a checkpoint saves; `restore` gets arrays of this structure."""
         return {}
 
     def host(self) -> Any:
@@ -73,7 +74,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Drafts of the draft store for a batch of B rows."""
+    """Draft tokens of B rows: of the store, of a run-ahead or of a fork."""
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft
@@ -137,7 +138,7 @@ class Source(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """B finished responses."""
+    """B responses, finished or not (`PartialRows` says which)."""
 
     tokens: Array  # int32 [B, R], right-padded
     lens: Array  # int32 [B], end of sequence included
@@ -215,7 +216,7 @@ class Batch:
     support: Array | None = None
     # int32 [B, K], where a response's turns end, 0 for none; for an advantage by turn, else None.
     turn_ends: Array | None = None
-    given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
+    is_solution: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 
     @property
     def mask(self) -> Array:

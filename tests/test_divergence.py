@@ -160,14 +160,14 @@ def test_the_message_names_the_stage_and_its_field(changes, message):
     trainer = types.SimpleNamespace(config=small_config())
     state = types.SimpleNamespace(step=7, skipped_in_row=0)
     with pytest.raises(FloatingPointError, match=f"^step 7: {message}"):
-        learn.finite_updates(trainer, state, [_sums(), _sums(**changes)])
+        learn.drop_skipped_updates(trainer, state, [_sums(), _sums(**changes)])
 
 
 def test_weights_that_are_not_finite_are_not_skipped():
     trainer = types.SimpleNamespace(config=small_config({"updates.skip_nonfinite": 9}))
     state = types.SimpleNamespace(step=7, skipped_in_row=8)
     good, bad = _sums(), _sums(loss=np.nan)
-    assert learn.finite_updates(trainer, state, [good, bad, good, bad]) == [good, good]
+    assert learn.drop_skipped_updates(trainer, state, [good, bad, good, bad]) == [good, good]
     assert state.skipped_in_row == 1
     with pytest.raises(FloatingPointError, match="weight_norm is inf"):
-        learn.finite_updates(trainer, state, [_sums(weight_norm=np.inf)])
+        learn.drop_skipped_updates(trainer, state, [_sums(weight_norm=np.inf)])

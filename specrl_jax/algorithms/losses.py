@@ -5,8 +5,8 @@ the policy's tokens (the end of sequence included). Follows GRPO (arXiv 2402.033
 with the variants named at each function. The four tables hold the choices of
 `algorithm.objective`, `ratio`, `kl_estimator` and `aggregation`.
 
-A loss is a sum over tokens or rows divided by a count. With the count of the whole mini-batch
-passed as `normalizer`, losses and gradients of micro-batches *add up* to the mini-batch's.
+A loss is a sum over tokens or rows divided by a `normalizer`. With the same normalizer for all
+micro-batches, their losses and gradients *add up* to the mini-batch's.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from specrl_jax.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Settings of `policy_loss`, as in `config.algorithm` and `config.updates`; hashable."""
+    """Settings of the policy's losses, as in `config.algorithm`; hashable."""
 
     objective: str = "clip"  # key of OBJECTIVES
     ratio: str = "token"  # key of RATIOS
@@ -39,7 +39,6 @@ class LossConfig:
     clip_high: float = 0.28  # ε_high, >= 0
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
-    token_budget: int = 0  # what an update divides by in place of the aggregation's count; 0: off
     kl_coef: float = 0.0  # β, weight of the KL, or of the log-ratios in pairs
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
@@ -243,7 +242,8 @@ class Aggregation:
         per_token: [B, R]; may hold anything outside the mask.
         mask: bool [B, R].
         max_len: Tokens of the longest possible response.
-        normalizer: `count` of the mini-batch that these rows are a part of; None: of these.
+        normalizer: What the sum is divided by: the mini-batch's `count`, or
+            `UpdateSpec.token_budget`; None: the count of these rows.
         """
         normalizer = self.count(mask) if normalizer is None else normalizer
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
@@ -280,20 +280,21 @@ def policy_loss(
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
     A token that a mask of `config.masks` leaves out has the loss 0 and counts in the mean, as in
-    IcePop and DeepSeek-V3.2. A token of a row that holds a given solution has −c·log π in place of
+    IcePop and DeepSeek-V3.2. A token of a row that holds a solution has −c·log π in place of
     these terms, c the `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
-        `importance_weights` (w before `capped_weights`), `given` and `mask` are read. What lies
-        outside the mask reaches neither loss, gradient nor sums, be it inf. Rows are whole.
-    normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
+        `importance_weights` (w before `capped_weights`), `is_solution` and `mask` are read. Values
+        outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
+    normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
+        `UpdateSpec.token_budget`; None: the count of these rows.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
     `entropy`, `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights. Given tokens count in none of these, but in `given_tokens` and `given_nll`. Add them
-    over micro-batches, then `policy_metrics`.
+    weights. Tokens of solutions count in none of these, but in `solution_tokens` and
+    `solution_nll`. Add them over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -331,12 +332,12 @@ def policy_loss(
         per_token_metrics[f"masked_{name}"] = masked.astype(logprobs.dtype)
     sampled = mask
     sums = {}
-    if batch.given is not None:
-        given = mask & batch.given[:, None]
-        sampled = mask & ~given
-        per_token = jnp.where(given, -config.solution_coef * logprobs, per_token)
-        sums["given_tokens"] = jnp.sum(given.astype(logprobs.dtype))
-        sums["given_nll"] = -jnp.sum(logprobs, where=given)
+    if batch.is_solution is not None:
+        solution = mask & batch.is_solution[:, None]
+        sampled = mask & ~solution
+        per_token = jnp.where(solution, -config.solution_coef * logprobs, per_token)
+        sums["solution_tokens"] = jnp.sum(solution.astype(logprobs.dtype))
+        sums["solution_nll"] = -jnp.sum(logprobs, where=solution)
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
     sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}
@@ -370,7 +371,7 @@ def value_loss(
     batch: `values` (V_old), `returns` (R) and `mask` are read. What lies outside the mask
         reaches neither loss, gradient nor sums.
     clip: c; 0 turns the clip off. A Python number.
-    normalizer: Tokens of the whole mini-batch; None if these rows are all of it.
+    normalizer: What the sum is divided by: the mini-batch's tokens; None: those of these rows.
 
     Returns the loss, and float sums over these tokens: `critic_loss` (already divided, so the parts
     add up) and `critic_clipped`, tokens whose loss the clip holds constant.

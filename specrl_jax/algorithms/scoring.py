@@ -218,10 +218,10 @@ def critic_values(
     update_spec: UpdateSpec,
     state: PolicyState,
     packed: PackedRows,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
 ) -> Array:
-    """Return the critic's values [n, R] of packed rows. frozen: as in `update.update`."""
-    policy = adapted(update_spec.model, state.params, frozen)
+    """Return the critic's values [n, R] of packed rows. base_params: as in `update.update`."""
+    policy = adapted(update_spec.model, state.params, base_params)
 
     def read(part: Sequences, _: Array) -> Array:
         return slot_logprobs(update_spec, policy, state.critic, part)[0].values
@@ -236,7 +236,10 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
 
 
 def _states(model: Transformer, sequences: Sequences) -> Array:
-    """Return hidden states [m, T, D] of the slots. A token is chosen in that of its parent."""
+    """Return hidden states [m, T, D] of the slots.
+
+    The state of a token's parent predicts the token.
+    """
     return model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)[0]
 
 

@@ -31,7 +31,7 @@ from specrl_jax.packing import Sequences
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
-Sums = dict[str, Array]  # float32 scalars, added over micro-batches
+Scalars = dict[str, Array]  # float32 [], but `head_overlap` [depth]
 # Of the policy, the critic and the draft head.
 Gradients = tuple[Params, Params | None, Params | None]
 
@@ -41,9 +41,11 @@ def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> B
 
     keep_mask: with the tokens that the sampler allowed, and log-probs among them.
     """
-    group = rollout.lens.shape[0] // len(prompts.lens)
-    prompt_lens = np.repeat(prompts.lens, group)
-    return _make_batch(np.repeat(prompts.tokens, group, axis=0), prompt_lens, rollout, keep_mask)
+    group_size = rollout.lens.shape[0] // len(prompts.lens)
+    prompt_lens = np.repeat(prompts.lens, group_size)
+    return _make_batch(
+        np.repeat(prompts.tokens, group_size, axis=0), prompt_lens, rollout, keep_mask
+    )
 
 
 @functools.partial(jax.jit, static_argnames="keep_mask")
@@ -75,57 +77,59 @@ def join(prompts_BP: Array, prompt_lens: Array, responses_BR: Array) -> Array:
     return jax.vmap(join_row)(padded, responses_BR, prompt_lens)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="policy_frozen", donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="critic_only", donate_argnums=1)
 def update(
     update_spec: UpdateSpec,
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
     *,
-    policy_frozen: bool = False,
-) -> tuple[PolicyState, Sums]:
+    critic_only: bool = False,
+) -> tuple[PolicyState, Scalars]:
     """Take one optimizer step on the packed rows of a batch, the mini-batch.
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
-    frozen: where adapters are trained, the weights that they belong to.
-    policy_frozen: the critic learns, and a draft head. The policy's weights and all of its
+    base_params: where adapters are trained, the weights that they belong to.
+    critic_only: the critic learns, and a draft head. The policy's weights and all of its
     optimizer's state (moments, step count) stay as they are.
 
-    Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping),
+    Returns the new state and scalars: `loss` of the policy, `grad_norm` (before clipping),
     `weight_norm` and `moments` (see `_sizes`) after the update, the last three also as `critic_*`
     and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and `weigh_pairs`.
     """
     before = state
-    (grads, critic_grads, head_grads), sums = _gradients(
-        update_spec, state, take_rows(batch, packed.row_ids), packed, frozen
+    (grads, critic_grads, head_grads), scalars = _gradients(
+        update_spec, state, take_rows(batch, packed.row_ids), packed, base_params
     )
-    sums["grad_norm"] = optax.tree.norm(grads)
-    if not policy_frozen:
+    scalars["grad_norm"] = optax.tree.norm(grads)
+    if not critic_only:
         params, opt_state = _apply(update_spec.optimizer, grads, state.params, state.opt_state)
         state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if update_spec.critic is not None:
-        sums["critic_grad_norm"] = optax.tree.norm(critic_grads)
+        scalars["critic_grad_norm"] = optax.tree.norm(critic_grads)
         critic, opt_state = _apply(
             update_spec.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
         )
         state = dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
     if state.draft_head is not None:
-        sums["head_grad_norm"] = optax.tree.norm(head_grads)
-        head = apply_gradients(update_spec, state.draft_head, head_grads, sums)
+        scalars["head_grad_norm"] = optax.tree.norm(head_grads)
+        head = apply_gradients(update_spec, state.draft_head, head_grads, scalars)
         state = dataclasses.replace(state, draft_head=head)
     if update_spec.skip_nonfinite:
-        made = [x for name, x in sums.items() if name.endswith(("loss", "grad_norm"))]
-        finite = jnp.all(jnp.isfinite(jnp.stack(made)))
+        must_be_finite = [x for name, x in scalars.items() if name.endswith(("loss", "grad_norm"))]
+        finite = jnp.all(jnp.isfinite(jnp.stack(must_be_finite)))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
-    sums["weight_norm"], sums["moments"] = _sizes(state.params, state.opt_state)
+    sizes = _sizes(state.params, state.opt_state)
+    scalars["weight_norm"], scalars["moments"] = sizes
     if update_spec.critic is not None:
         sizes = _sizes(state.critic, state.critic_opt_state)
-        sums["critic_weight_norm"], sums["critic_moments"] = sizes
+        scalars["critic_weight_norm"], scalars["critic_moments"] = sizes
     if head := state.draft_head:
-        sums["head_weight_norm"], sums["head_moments"] = _sizes(head.params, head.opt_state)
-    return state, sums
+        sizes = _sizes(head.params, head.opt_state)
+        scalars["head_weight_norm"], scalars["head_moments"] = sizes
+    return state, scalars
 
 
 def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
@@ -143,39 +147,41 @@ def _gradients(
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
-    frozen: Params | None,
-) -> tuple[Gradients, Sums]:
+    base_params: Params | None,
+) -> tuple[Gradients, Scalars]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
-    pair_sums: Sums = {}
+    pair_sums: Scalars = {}
     if compares_pairs(update_spec.loss.objective):
-        policy = adapted(update_spec.model, state.params, frozen)
+        policy = adapted(update_spec.model, state.params, base_params)
         before = logprobs(update_spec, policy, packed, batch.support)
         batch, pair_sums = weigh_pairs(batch, before, update_spec.loss)
     weights = (state.params, state.critic)
-    policy_count = update_spec.loss.token_budget
-    if not policy_count:
-        policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
-    token_count = jnp.sum(batch.mask)
-    computed_count = jnp.sum(batch.mask & (packed.nodes >= 0))
+    policy_normalizer = update_spec.token_budget
+    if not policy_normalizer:
+        policy_normalizer = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
+    critic_normalizer = jnp.sum(batch.mask)
+    head_normalizer = jnp.sum(batch.mask & (packed.nodes >= 0))
     size = packed.sequences.tokens[0].size
 
     def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         trained, critic_params = weights
-        params = adapted(update_spec.model, trained, frozen)
+        params = adapted(update_spec.model, trained, base_params)
         support = slot_support(part.support, nodes, sequences)
         slots, states = slot_logprobs(update_spec, params, critic_params, sequences, support)
         rows = read_nodes(slots, nodes)
-        total, sums = policy_loss(rows.logprobs, rows.entropy, part, update_spec.loss, policy_count)
+        total, sums = policy_loss(
+            rows.logprobs, rows.entropy, part, update_spec.loss, policy_normalizer
+        )
         sums["loss"] = total
         if rows.values is not None:
             critic = update_spec.critic
-            error, critic_sums = value_loss(rows.values, part, critic.clip, token_count)
+            error, critic_sums = value_loss(rows.values, part, critic.clip, critic_normalizer)
             total = total + critic.coef * error
             sums = sums | critic_sums
         return total, (sums, states)
 
-    def differentiate(index: Array) -> tuple[Gradients, Sums]:
+    def differentiate(index: Array) -> tuple[Gradients, Scalars]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
         # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
@@ -184,13 +190,13 @@ def _gradients(
         grads, (sums, states) = jax.grad(loss, has_aux=True)(weights, part, sequences, nodes)
         if head is None:
             return (*grads, None), sums
-        policy = adapted(update_spec.model, state.params, frozen)
+        policy = adapted(update_spec.model, state.params, base_params)
         head_grads, head_sums = head_gradients(
-            update_spec, head, policy, sequences, states, nodes, part.mask, computed_count
+            update_spec, head, policy, sequences, states, nodes, part.mask, head_normalizer
         )
         return (*grads, head_grads), sums | head_sums
 
-    def accumulate(index: Array, total: tuple[Gradients, Sums]) -> tuple[Gradients, Sums]:
+    def accumulate(index: Array, total: tuple[Gradients, Scalars]) -> tuple[Gradients, Scalars]:
         return jax.tree.map(jnp.add, total, differentiate(index))
 
     _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))

@@ -34,7 +34,7 @@ class DraftHeadState:
 class PolicyState:
     """Weights and optimizer states of the policy, its critic and its draft head."""
 
-    params: Params  # float32, stored layout; all weights, or adapters of frozen ones
+    params: Params  # float32, stored layout; all weights, or adapters of base weights
     opt_state: Any
     critic: Params | None = None
     critic_opt_state: Any = None
@@ -73,6 +73,7 @@ class UpdateSpec:
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None
+    token_budget: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
 
@@ -84,18 +85,9 @@ def make_update_spec(
     has_draft_head: the rollout drafts by a learned head. Raises ValueError in one line where the
     model or the mesh does not allow its settings.
     """
-    fields = {field.name for field in dataclasses.fields(LossConfig)}
-    loss = {name: value for name, value in config.algorithm.items() if name in fields}
-    loss |= {
-        "masks": masks_from(config.algorithm.mask),
-        "old_logprobs": config.updates.old_logprobs,
-        "token_budget": config.updates.token_budget,
-        "max_response_len": config.rollout.response_len,
-        "group_size": config.rollout.group_size,
-    }
     return UpdateSpec(
         model=model,
-        loss=LossConfig(**loss),
+        loss=_make_loss_config(config),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.updates.logits_chunk,
@@ -103,7 +95,29 @@ def make_update_spec(
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
+        token_budget=config.updates.token_budget,
         skip_nonfinite=config.updates.skip_nonfinite > 0,
+    )
+
+
+def _make_loss_config(config) -> LossConfig:
+    settings = config.algorithm
+    return LossConfig(
+        objective=settings.objective,
+        ratio=settings.ratio,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        aggregation=settings.aggregation,
+        kl_coef=settings.kl_coef,
+        kl_estimator=settings.kl_estimator,
+        entropy_coef=settings.entropy_coef,
+        solution_coef=settings.solution_coef,
+        importance_cap=settings.importance_cap,
+        masks=masks_from(settings.mask),
+        old_logprobs=config.updates.old_logprobs,
+        group_size=config.rollout.group_size,
+        max_response_len=config.rollout.response_len,
     )
 
 
@@ -167,17 +181,17 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
 def init_policy_state(
     update_spec: UpdateSpec,
     trained: Params,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
     draft_head: DraftHeadState | None = None,
 ) -> PolicyState:
     """Return the state before the first update; a critic's own decoder starts as the policy's.
 
-    trained: all weights, or adapters of the weights `frozen`. draft_head: one that is trained
+    trained: all weights, or adapters of the weights `base_params`. draft_head: one that is trained
     already; None: a new one, where there is to be any.
     """
     state = PolicyState(trained, jax.jit(update_spec.optimizer.init)(trained))
     model = update_spec.model
-    policy = lora.adapted(model, trained, frozen)
+    policy = lora.adapted(model, trained, base_params)
     if update_spec.draft_head is not None:
         draft_head = draft_head or init_head_state(update_spec, policy)
         state = dataclasses.replace(state, draft_head=draft_head)

@@ -118,12 +118,14 @@ def _update_seconds(
     packed = pack_rows(run.update_spec, RowTokens.fetch(batch), rows)
 
     def seconds(update_spec: UpdateSpec) -> float:
-        own = jax.tree.map(jnp.copy, state.train)  # an update takes its state over
+        own = jax.tree.map(jnp.copy, state.policy_state)  # an update takes its state over
         if update_spec.draft_head is None:
             own = dataclasses.replace(own, draft_head=None)
         jax.block_until_ready(own)
         return seconds_of(
-            lambda: update(update_spec, own, batch, packed, frozen=state.frozen(run.model))
+            lambda: update(
+                update_spec, own, batch, packed, base_params=state.base_params(run.model)
+            )
         )
 
     without = dataclasses.replace(run.update_spec, draft_head=None)

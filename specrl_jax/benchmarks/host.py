@@ -57,12 +57,12 @@ def measure_host(config, log: Log) -> Report:
 def random_rows(config, vocab: int, rows: int) -> RowTokens:
     """Return rows with prompts of 100 to 400 tokens, or a quarter of the slots at most."""
     rng = np.random.default_rng(0)
-    group = config.rollout.group_size
+    group_size = config.rollout.group_size
     prompt_slots = config.data.prompt_len
     slots = config.rollout.response_len
     longest = min(400, prompt_slots)
-    prompt_lens = np.repeat(rng.integers(longest // 4, longest + 1, rows // group), group)
-    prompts = np.repeat(rng.integers(vocab, size=(rows // group, longest)), group, axis=0)
+    prompt_lens = np.repeat(rng.integers(longest // 4, longest + 1, rows // group_size), group_size)
+    prompts = np.repeat(rng.integers(vocab, size=(rows // group_size, longest)), group_size, axis=0)
     lens = np.exp(rng.normal(np.log(min(_MEDIAN, slots / 4)), _SIGMA, rows))
     response_lens = np.clip(lens, 1, slots).astype(np.int32)
     tokens = rng.integers(vocab, size=(rows, prompt_slots + slots), dtype=np.int32)

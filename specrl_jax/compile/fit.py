@@ -35,7 +35,7 @@ class Need(NamedTuple):
         return rows // _ROWS * _ROWS or rows
 
 
-def fit(run: Run) -> Run:
+def fit_rows_to_memory(run: Run) -> Run:
     """Return the run with the rows that fit the devices of its mesh; print a line of them.
 
     Raises ValueError as `fit_rows` does.

@@ -37,7 +37,7 @@ from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.rollout.turns import append_forced
 from specrl_jax.training import memory
-from specrl_jax.training.build import frozen_steps
+from specrl_jax.training.build import critic_only_steps
 
 
 class Program(NamedTuple):
@@ -164,7 +164,7 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     update_spec = run.update_spec
     rows = run.batch.response_lens.shape[0]
     every = run.packed(rows)
-    kept = (run.state, run.frozen)
+    kept = (run.state, run.base_params)
     scored = {}
     if OLD_LOGPROBS[settings.updates.old_logprobs].recomputed:
         scored["log-probs"] = run.policy
@@ -177,15 +177,15 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
         )  # fmt: skip
     if update_spec.critic:
         yield _program(
-            "values", critic_values, update_spec, run.state, every, frozen=run.frozen,
+            "values", critic_values, update_spec, run.state, every, base_params=run.base_params,
             runs_model=True, kept=kept,
         )  # fmt: skip
     mini_batch = run.packed(settings.updates.mini_batch_size)
-    for frozen in {False, frozen_steps(settings) > 0}:
+    for critic_only in {False, critic_only_steps(settings) > 0}:
         yield _program(
-            "update of the critic" if frozen else "update", update, update_spec, run.state,
-            run.batch, mini_batch, frozen=run.frozen, policy_frozen=frozen, runs_model=True,
-            kept=kept,
+            "update of the critic" if critic_only else "update", update, update_spec, run.state,
+            run.batch, mini_batch, base_params=run.base_params, critic_only=critic_only,
+            runs_model=True, kept=kept,
         )  # fmt: skip
 
 

@@ -166,10 +166,10 @@ class AbstractRun:
     @functools.cached_property
     def state(self) -> PolicyState:
         init = functools.partial(init_policy_state, self.update_spec)
-        return abstract(init, placed(abstract_trained(self.model)), self.frozen)
+        return abstract(init, placed(abstract_trained(self.model)), self.base_params)
 
     @functools.cached_property
-    def frozen(self) -> Params | None:
+    def base_params(self) -> Params | None:
         """Weights that adapters are trained for."""
         if self.model.lora is None:
             return None
@@ -178,7 +178,7 @@ class AbstractRun:
 
     @functools.cached_property
     def policy(self) -> Params:
-        return lora.adapted(self.model, self.state.params, self.frozen)
+        return lora.adapted(self.model, self.state.params, self.base_params)
 
     @functools.cached_property
     def reference_policy(self) -> Params | None:
@@ -186,7 +186,7 @@ class AbstractRun:
         if not self.config.algorithm.kl_coef:
             return None
         warm = self.config.warmup.steps and self.config.model.source  # by adapters
-        return self.policy if self.frozen is None or warm else self.frozen
+        return self.policy if self.base_params is None or warm else self.base_params
 
     @functools.cached_property
     def weights(self) -> Params:
@@ -220,7 +220,7 @@ class AbstractRun:
         """
         if self.apart:
             return self.stored, self.kept_weights
-        return self.state, self.frozen or self.reference_policy, self.stored
+        return self.state, self.base_params or self.reference_policy, self.stored
 
     # The rollouts
 
@@ -291,7 +291,7 @@ class AbstractRun:
         batch = abstract(lambda x: make_batch(prompts, x, keep_mask), rollout)
         if self.update_spec.critic:
             evaluate = functools.partial(critic_values, self.update_spec)
-            values = abstract(evaluate, self.state, self.packed(rows), self.frozen)
+            values = abstract(evaluate, self.state, self.packed(rows), self.base_params)
             batch = dataclasses.replace(batch, values=values)
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         rewards = array(np.float32, (rows,), "batch")
@@ -313,7 +313,9 @@ class AbstractRun:
             turn_ends=None,
             ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
             importance_weights=batch.old_logprobs if config.algorithm.importance_cap else None,
-            given=array(np.bool_, (rows,), "batch") if config.algorithm.solution_coef else None,
+            is_solution=array(np.bool_, (rows,), "batch")
+            if config.algorithm.solution_coef
+            else None,
         )
 
     def packed(self, rows: int) -> PackedRows:

@@ -2,7 +2,7 @@
 
 `fields` has a row for each field of configs/grpo.py, `cross_rules` the rules between them, `cli`
 the flags. `validate`, `check_mesh` and `check_version` raise ValueError in one line, before
-anything is loaded or compiled: `FIELD must be RULE, got VALUE`.
+anything is loaded or compiled.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -40,21 +40,21 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
 
 
 def _groups(config: ConfigDict) -> Iterator[Check]:
-    group = config.rollout.group_size
+    group_size = config.rollout.group_size
     settings = config.curriculum
     advantage = load("algorithms.advantages:choose_advantage")(config)
     compares = advantage.min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
-    yield "rollout.group_size", rule, not compares or group >= 2
+    yield "rollout.group_size", rule, not compares or group_size >= 2
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
-    yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group >= 2
+    yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group_size >= 2
     if not meaning(config, "curriculum.name").screens:
         return
     first = settings.screening
     where = f"where curriculum.name is {settings.name}"
     yield "curriculum.screening", f">= 2 {where}", first >= 2
-    rule = f"a divisor of rollout.group_size = {group} and less"
-    yield "curriculum.screening", rule, group % first == 0 and first < group
+    rule = f"a divisor of rollout.group_size = {group_size} and less"
+    yield "curriculum.screening", rule, group_size % first == 0 and first < group_size
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
 
 
@@ -108,9 +108,11 @@ def _pairs(config: ConfigDict) -> Iterator[Check]:
     yield "algorithm.importance_cap", rule, not algorithm.importance_cap
     rule = f"0 {where} (a solution would take the place of a response of a pair)"
     yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    group = config.rollout.group_size
-    rule = f"a multiple of rollout.group_size = {group} {where} (a mini-batch has whole groups)"
-    yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group == 0
+    group_size = config.rollout.group_size
+    rule = (
+        f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
+    )
+    yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
     screens = meaning(config, "curriculum.name").screens
     rule = f"True {where}"
     yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
@@ -124,9 +126,9 @@ def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     if meaning(config, "updates.select") is not None:
         where = f"where updates.select is {updates.select}"
-        group = load("training.group_buffer:trained_group_size")(config)
-        rule = f"all where a step trains on groups of {group} (half of a group's pairs stay)"
-        yield "updates.select", rule, group % 4 == 0
+        group_size = load("training.group_buffer:trained_group_size")(config)
+        rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
+        yield "updates.select", rule, group_size % 4 == 0
         yield "updates.select", f"all {objective}", not pairs
         advantage = load("algorithms.advantages:choose_advantage")(config)
         rule = f"none {where} (it compares responses of a group)"

@@ -1,7 +1,8 @@
 """Table of the fields: one row a field, in the order of configs/grpo.py, which has its default.
 
 A row says what a field may hold, when it has an effect, who may change it, and whether it belongs
-to a task. To add a field, write its line in configs/grpo.py and its row in `FIELDS`.
+to a task. To add a field, write its line in configs/grpo.py and its row in `FIELDS`. Fields below
+`data.options` and `tokenizer.template_options` are free: they have no row (`OPTIONS`).
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from specrl_jax.config.kinds import (
     Kind,
     get,
     integer,
+    key_of,
     load,
     one_of,
     within,
@@ -48,7 +50,7 @@ class When:
 
 def meaning(config: ConfigDict, field: str) -> Any:
     """Return what the name in `field` stands for, in the table of its choices."""
-    return load(FIELDS[field].kind.names[-1])[get(config, field)]
+    return load(FIELDS[field].kind.table)[get(config, field)]
 
 
 def _draft(config: ConfigDict) -> Any:
@@ -183,8 +185,8 @@ EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
 # Rows -----------------------------------------------------------------------------------------
 
 # When a field may change.
-ORIGIN = "where a new run begins with another run's checkpoint"
-RUN = "where a run is resumed, and where a new run begins with another run's checkpoint"
+NEW_RUN = "where a new run begins with another run's checkpoint"
+RESUMED = "where a run is resumed, and where a new run begins with another run's checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Field:
     kind: Kind
     when: tuple[When, ...]  # it has an effect where all hold; the first that does not is named
     idle: Any = None  # the one value that may be given where the field has no effect
-    may_change: str = ""  # ORIGIN or RUN; "": never, once a run has begun
+    may_change: str = ""  # NEW_RUN or RESUMED; "": never, once a run has begun
     task: Any = None  # value for "no task chosen"; None: the field does not depend on the task
     files: Any = None  # the same value where the task comes from files or a data set
 
@@ -207,7 +209,7 @@ FIELDS: dict[str, Field] = {
     "seed": _row(integer()),
     # -- the policy --------------------------------------------------------------------------------
     "model.source": _row(TEXT),
-    "model.family": _row(one_of("models.families:FAMILIES"), RANDOM_WEIGHTS),
+    "model.family": _row(key_of("models.families:FAMILIES"), RANDOM_WEIGHTS),
     "model.embed_dim": _row(integer(1), RANDOM_WEIGHTS),
     "model.mlp_dim": _row(integer(1), RANDOM_WEIGHTS),
     "model.num_layers": _row(integer(1, 4096, "a loop over them is compiled"), RANDOM_WEIGHTS),
@@ -217,7 +219,7 @@ FIELDS: dict[str, Field] = {
     "model.rope_theta": _row(within(1, 1e12), RANDOM_WEIGHTS),
     "model.tie_embeddings": _row(SWITCH, RANDOM_WEIGHTS),
     "model.dtype": _row(one_of("auto", "float32", "bfloat16")),
-    "model.attention": _row(one_of("auto", "reference", "kernel"), may_change=RUN),
+    "model.attention": _row(one_of("auto", "reference", "kernel"), may_change=RESUMED),
     "model.remat": _row(SWITCH),
     "lora.rank": _row(integer()),
     "lora.alpha": _row(within(1e-6, 1e6), ADAPTERS),
@@ -228,7 +230,7 @@ FIELDS: dict[str, Field] = {
     "tokenizer.system_prompt": _row(TEXT, CHAT, idle=""),
     "tokenizer.continue_final_message": _row(SWITCH, CHAT, idle=False),
     # -- the task ----------------------------------------------------------------------------------
-    "data.source": _row(one_of("data.readers:READERS")),
+    "data.source": _row(key_of("data.readers:READERS")),
     "data.name": _row(TEXT, files=""),
     "data.path": _row(TEXT, FILES, idle=""),
     "data.eval_path": _row(TEXT, HAS_AN_END, idle=""),
@@ -245,18 +247,18 @@ FIELDS: dict[str, Field] = {
     "data.prompt_len": _row(integer(1)),
     # Where strings are compared, time, memory and workers limit nothing. They have an effect all
     # the same: launch/evaluate.py scores other tasks with them.
-    "reward.name": _row(TEXT, ONE_TURN, may_change=ORIGIN),
-    "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=ORIGIN, task=""),
-    "reward.timeout": _row(within(0.01, 86_400), may_change=ORIGIN),
-    "reward.memory_mib": _row(integer(1), may_change=ORIGIN),
-    "reward.workers": _row(integer(0, 4096, "processes"), may_change=ORIGIN),
-    "reward.threshold": _row(within(0, 1e6), may_change=ORIGIN, task=0.0),
-    "reward.overlong_tokens": _row(integer(), may_change=ORIGIN),
-    "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=ORIGIN),
-    "reward.keep_stop": _row(SWITCH, STOP, idle=True, may_change=ORIGIN),
-    "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=ORIGIN),
-    "reward.thought_tags": _row(TEXT, ONE_TURN, ANSWER_PART, idle="", may_change=ORIGIN),
-    "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=ORIGIN, task=""),
+    "reward.name": _row(TEXT, ONE_TURN, may_change=NEW_RUN),
+    "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=NEW_RUN, task=""),
+    "reward.timeout": _row(within(0.01, 86_400), may_change=NEW_RUN),
+    "reward.memory_mib": _row(integer(1), may_change=NEW_RUN),
+    "reward.workers": _row(integer(0, 4096, "processes"), may_change=NEW_RUN),
+    "reward.threshold": _row(within(0, 1e6), may_change=NEW_RUN, task=0.0),
+    "reward.overlong_tokens": _row(integer(), may_change=NEW_RUN),
+    "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=NEW_RUN),
+    "reward.keep_stop": _row(SWITCH, STOP, idle=True, may_change=NEW_RUN),
+    "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=NEW_RUN),
+    "reward.thought_tags": _row(TEXT, ONE_TURN, ANSWER_PART, idle="", may_change=NEW_RUN),
+    "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=NEW_RUN, task=""),
     # -- the rollout -------------------------------------------------------------------------------
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
@@ -265,9 +267,9 @@ FIELDS: dict[str, Field] = {
     "rollout.temperature": _row(within(0.01, 100)),
     "rollout.top_k": _row(integer()),
     "rollout.top_p": _row(ABOVE_ZERO),
-    "rollout.draft": _row(one_of("rollout.drafts.sources:DRAFT_SOURCES")),
+    "rollout.draft": _row(key_of("rollout.drafts.sources:DRAFT_SOURCES")),
     "rollout.draft_age": _row(ONE_OR_TWO, PREVIOUS, idle=1),
-    "rollout.accept": _row(one_of("rollout.acceptance:ACCEPTANCE_RULES"), PREVIOUS, idle="match"),
+    "rollout.accept": _row(key_of("rollout.acceptance:ACCEPTANCE_RULES"), PREVIOUS, idle="match"),
     "rollout.lenience": _row(NOT_NEGATIVE, PREVIOUS, LENIENT, idle=1.0),
     "rollout.draft_refresh": _row(SHARE, PREVIOUS, VERIFIED, idle=0.0),
     "rollout.refresh_unsolved": _row(SHARE, PREVIOUS, INEXACT, idle=0.0),
@@ -280,7 +282,7 @@ FIELDS: dict[str, Field] = {
     "rollout.tree.offset": _row(within(-1e6, 1e6), TREE),
     "rollout.tree.min_prob": _row(SHARE, TREE),
     "rollout.tree.decay": _row(ABOVE_ZERO, TREE, GENERATIONS, idle=1.0),
-    "rollout.head.learning_rate": _row(WEIGHT, HEAD, may_change=ORIGIN),
+    "rollout.head.learning_rate": _row(WEIGHT, HEAD, may_change=NEW_RUN),
     "rollout.head.depth": _row(integer(1, 16, "each is a pass of the head in the update"), HEAD),
     "rollout.head.vocab": _row(integer(), HEAD),
     "rollout.fork.segment": _row(integer()),
@@ -299,79 +301,79 @@ FIELDS: dict[str, Field] = {
     "environment.max_turns": _row(integer(1), TURNS, idle=1),
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
     # -- the algorithm -----------------------------------------------------------------------------
-    "algorithm.advantage": _row(one_of("auto", "algorithms.advantages:ADVANTAGES")),
-    "algorithm.turn_discount": _row(SHARE, BY_TURN, idle=1.0, may_change=ORIGIN),
+    "algorithm.advantage": _row(key_of("algorithms.advantages:ADVANTAGES", "auto")),
+    "algorithm.turn_discount": _row(SHARE, BY_TURN, idle=1.0, may_change=NEW_RUN),
     "algorithm.normalize_std": _row(SWITCH, BY_GROUP, BY_TOKEN),
     "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, BY_TOKEN, idle=False),
-    "algorithm.objective": _row(one_of("algorithms.losses:OBJECTIVES")),
-    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS"), BY_TOKEN, RATIO),
-    "algorithm.clip_low": _row(SHARE, BY_TOKEN, RATIO, may_change=ORIGIN),
-    "algorithm.clip_high": _row(within(0, 1e6), BY_TOKEN, RATIO, may_change=ORIGIN),
-    "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=ORIGIN),
-    "algorithm.aggregation": _row(one_of("algorithms.losses:AGGREGATIONS")),
-    "algorithm.kl_coef": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.objective": _row(key_of("algorithms.losses:OBJECTIVES")),
+    "algorithm.ratio": _row(key_of("algorithms.losses:RATIOS"), BY_TOKEN, RATIO),
+    "algorithm.clip_low": _row(SHARE, BY_TOKEN, RATIO, may_change=NEW_RUN),
+    "algorithm.clip_high": _row(within(0, 1e6), BY_TOKEN, RATIO, may_change=NEW_RUN),
+    "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=NEW_RUN),
+    "algorithm.aggregation": _row(key_of("algorithms.losses:AGGREGATIONS")),
+    "algorithm.kl_coef": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.kl_estimator": _row(
-        one_of("algorithms.losses:KL_ESTIMATORS"), KL, BY_TOKEN, may_change=ORIGIN
+        key_of("algorithms.losses:KL_ESTIMATORS"), KL, BY_TOKEN, may_change=NEW_RUN
     ),
-    "algorithm.entropy_coef": _row(FINITE, may_change=ORIGIN),
-    "algorithm.solution_coef": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.entropy_coef": _row(FINITE, may_change=NEW_RUN),
+    "algorithm.solution_coef": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
     "algorithm.keep_sampling_mask": _row(SWITCH, TOP_K, idle=False),
-    "algorithm.mask.token_low": _row(BELOW_ONE, may_change=ORIGIN),
-    "algorithm.mask.token_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
-    "algorithm.mask.row_low": _row(BELOW_ONE, may_change=ORIGIN),
-    "algorithm.mask.row_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
-    "algorithm.mask.outlier_low": _row(BELOW_ONE, may_change=ORIGIN),
-    "algorithm.mask.outlier_high": _row(OFF_OR_ABOVE_ONE, may_change=ORIGIN),
-    "algorithm.mask.negative_kl": _row(WEIGHT, may_change=ORIGIN),
-    "algorithm.mask.binary_kl": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.mask.token_low": _row(BELOW_ONE, may_change=NEW_RUN),
+    "algorithm.mask.token_high": _row(OFF_OR_ABOVE_ONE, may_change=NEW_RUN),
+    "algorithm.mask.row_low": _row(BELOW_ONE, may_change=NEW_RUN),
+    "algorithm.mask.row_high": _row(OFF_OR_ABOVE_ONE, may_change=NEW_RUN),
+    "algorithm.mask.outlier_low": _row(BELOW_ONE, may_change=NEW_RUN),
+    "algorithm.mask.outlier_high": _row(OFF_OR_ABOVE_ONE, may_change=NEW_RUN),
+    "algorithm.mask.negative_kl": _row(WEIGHT, may_change=NEW_RUN),
+    "algorithm.mask.binary_kl": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
-    "critic.kind": _row(one_of("none", "models.transformer:CRITIC_KINDS")),
-    "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=ORIGIN),
-    "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
-    "critic.warmup_steps": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
-    "critic.coef": _row(within(1e-6, 1e6), CRITIC, may_change=ORIGIN),
-    "critic.clip": _row(within(0, 1e6), CRITIC, may_change=ORIGIN),
+    "critic.kind": _row(key_of("models.transformer:CRITIC_KINDS", "none")),
+    "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=NEW_RUN),
+    "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=NEW_RUN),
+    "critic.warmup_steps": _row(integer(), CRITIC, idle=0, may_change=NEW_RUN),
+    "critic.coef": _row(within(1e-6, 1e6), CRITIC, may_change=NEW_RUN),
+    "critic.clip": _row(within(0, 1e6), CRITIC, may_change=NEW_RUN),
     "critic.gamma": _row(SHARE, CRITIC),
     "critic.gae_lambda": _row(SHARE, CRITIC),
-    "curriculum.name": _row(one_of("data.curriculum:CURRICULA")),
+    "curriculum.name": _row(key_of("data.curriculum:CURRICULA")),
     "curriculum.screening": _row(integer(1), SCREENS),
     "curriculum.low": _row(FINITE, RATES),
     "curriculum.high": _row(FINITE, RATES),
     "curriculum.reuse_screening": _row(SWITCH, SCREENS),
     "curriculum.candidates": _row(within(1, 1e6), BY_PASS_RATE),
-    "curriculum.select": _row(one_of("data.curriculum:DISTANCES"), BY_PASS_RATE),
+    "curriculum.select": _row(key_of("data.curriculum:DISTANCES"), BY_PASS_RATE),
     "curriculum.target": _row(SHARE, BY_PASS_RATE, NEAREST),
     "curriculum.decay": _row(SHARE, BY_PASS_RATE),
     "curriculum.difficulty": _row(TEXT, EASY_TO_HARD),
     "curriculum.levels": _row(integer(), EASY_TO_HARD),
-    "curriculum.schedule": _row(one_of("data.curriculum:SCHEDULES"), EASY_TO_HARD),
+    "curriculum.schedule": _row(key_of("data.curriculum:SCHEDULES"), EASY_TO_HARD),
     "curriculum.sigma": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
     "curriculum.mean_exponent": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
     "curriculum.floor": _row(SWITCH, EASY_TO_HARD, GAUSSIAN),
-    "updates.mini_batch_size": _row(integer(1), may_change=ORIGIN),
-    "updates.micro_batch_size": _row(integer(), may_change=ORIGIN),
-    "updates.logits_chunk": _row(integer(1), may_change=ORIGIN),
-    "updates.packing": _row(one_of("packing:PACKINGS"), may_change=ORIGIN),
+    "updates.mini_batch_size": _row(integer(1), may_change=NEW_RUN),
+    "updates.micro_batch_size": _row(integer(), may_change=NEW_RUN),
+    "updates.logits_chunk": _row(integer(1), may_change=NEW_RUN),
+    "updates.packing": _row(key_of("packing:PACKINGS"), may_change=NEW_RUN),
     "updates.skip_no_signal": _row(
-        SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=ORIGIN
+        SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=NEW_RUN
     ),
-    "updates.select": _row(one_of("algorithms.row_selection:ROW_SELECTIONS"), may_change=ORIGIN),
-    "updates.token_budget": _row(integer(), may_change=ORIGIN),
-    "updates.passes": _row(integer(1), may_change=ORIGIN),
-    "updates.learning_rate": _row(WEIGHT, may_change=ORIGIN),
-    "updates.schedule": _row(one_of("algorithms.update_spec:SCHEDULES"), may_change=ORIGIN),
-    "updates.schedule_warmup": _row(integer(), may_change=ORIGIN),
-    "updates.weight_decay": _row(WEIGHT, may_change=ORIGIN),
-    "updates.beta1": _row(BETA, may_change=ORIGIN),
-    "updates.beta2": _row(BETA, may_change=ORIGIN),
-    "updates.epsilon": _row(within(1e-20, 1), may_change=ORIGIN),  # less vanishes in a float32
-    "updates.clip_norm": _row(within(0, 1e6), may_change=ORIGIN),
-    "updates.skip_nonfinite": _row(integer(), may_change=ORIGIN),
-    "updates.old_logprobs": _row(one_of("algorithms.corrections:OLD_LOGPROBS"), may_change=ORIGIN),
-    "train.epochs": _row(integer(), BY_EPOCHS, may_change=RUN),
-    "train.steps": _row(integer(), may_change=RUN),
+    "updates.select": _row(key_of("algorithms.row_selection:ROW_SELECTIONS"), may_change=NEW_RUN),
+    "updates.token_budget": _row(integer(), may_change=NEW_RUN),
+    "updates.passes": _row(integer(1), may_change=NEW_RUN),
+    "updates.learning_rate": _row(WEIGHT, may_change=NEW_RUN),
+    "updates.schedule": _row(key_of("algorithms.update_spec:SCHEDULES"), may_change=NEW_RUN),
+    "updates.schedule_warmup": _row(integer(), may_change=NEW_RUN),
+    "updates.weight_decay": _row(WEIGHT, may_change=NEW_RUN),
+    "updates.beta1": _row(BETA, may_change=NEW_RUN),
+    "updates.beta2": _row(BETA, may_change=NEW_RUN),
+    "updates.epsilon": _row(within(1e-20, 1), may_change=NEW_RUN),  # less vanishes in a float32
+    "updates.clip_norm": _row(within(0, 1e6), may_change=NEW_RUN),
+    "updates.skip_nonfinite": _row(integer(), may_change=NEW_RUN),
+    "updates.old_logprobs": _row(key_of("algorithms.corrections:OLD_LOGPROBS"), may_change=NEW_RUN),
+    "train.epochs": _row(integer(), BY_EPOCHS, may_change=RESUMED),
+    "train.steps": _row(integer(), may_change=RESUMED),
     "warmup.steps": _row(integer()),
     "warmup.batch_size": _row(integer(1), WARM_UP),
     "warmup.examples": _row(integer(), WARM_UP),
@@ -379,21 +381,21 @@ FIELDS: dict[str, Field] = {
     "warmup.learning_rate": _row(WEIGHT, WARM_UP),
     # -- the run -----------------------------------------------------------------------------------
     # launch/evaluate.py and generate.py read temperature and batch size too.
-    "evaluate.every": _row(integer(), may_change=RUN),
-    "evaluate.samples": _row(integer(1), EVALUATED, SAMPLED, idle=1, may_change=RUN),
-    "evaluate.temperature": _row(GREEDY_OR_WARM, may_change=ORIGIN),
-    "evaluate.batch_size": _row(integer(1), may_change=RUN),
-    "checkpoint.every": _row(integer(1), may_change=RUN),
-    "checkpoint.keep_last": _row(integer(2), may_change=RUN),
-    "checkpoint.keep_best": _row(integer(), EVALUATED, idle=0, may_change=RUN),
-    "log.tracker": _row(one_of("telemetry.tracking:TRACKERS"), may_change=RUN),
-    "log.report": _row(SWITCH, may_change=RUN),
-    "log.print_every": _row(integer(), may_change=RUN),
-    "log.rollouts": _row(SHARE, may_change=RUN),
-    "mesh.data": _row(integer(-1), may_change=RUN),
-    "mesh.fsdp": _row(integer(-1), may_change=RUN),
-    "mesh.tensor": _row(integer(-1), may_change=RUN),
-    "mesh.rollout_devices": _row(integer(), STALE, idle=0, may_change=RUN),
+    "evaluate.every": _row(integer(), may_change=RESUMED),
+    "evaluate.samples": _row(integer(1), EVALUATED, SAMPLED, idle=1, may_change=RESUMED),
+    "evaluate.temperature": _row(GREEDY_OR_WARM, may_change=NEW_RUN),
+    "evaluate.batch_size": _row(integer(1), may_change=RESUMED),
+    "checkpoint.every": _row(integer(1), may_change=RESUMED),
+    "checkpoint.keep_last": _row(integer(2), may_change=RESUMED),
+    "checkpoint.keep_best": _row(integer(), EVALUATED, idle=0, may_change=RESUMED),
+    "log.tracker": _row(key_of("telemetry.tracking:TRACKERS"), may_change=RESUMED),
+    "log.report": _row(SWITCH, may_change=RESUMED),
+    "log.print_every": _row(integer(), may_change=RESUMED),
+    "log.rollouts": _row(SHARE, may_change=RESUMED),
+    "mesh.data": _row(integer(-1), may_change=RESUMED),
+    "mesh.fsdp": _row(integer(-1), may_change=RESUMED),
+    "mesh.tensor": _row(integer(-1), may_change=RESUMED),
+    "mesh.rollout_devices": _row(integer(), STALE, idle=0, may_change=RESUMED),
 }
 
 

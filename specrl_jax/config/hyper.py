@@ -28,7 +28,7 @@ def fixed(name: str, value: Any, length: int = 1) -> Sweep:
 
 
 def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
-    """Return every combination; the last sweep varies first. name: section of all fields."""
+    """Return every combination; the last sweep varies fastest. name: section of all fields."""
     prefix = f"{name}." if name else ""
     return [
         {prefix + field: value for part in parts for field, value in part.items()}

@@ -41,15 +41,16 @@ class Kind:
     """Rules of what a field may hold."""
 
     rules: tuple[Rule, ...] = ()  # the first that is broken is named
-    names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
+    names: tuple[str, ...] = ()  # of a choice, beside the keys of `table`
+    table: str = ""  # "module:TABLE" below specrl_jax: what a choice's names stand for
 
     def choices(self) -> tuple[str, ...]:
-        return tuple(n for name in self.names for n in (load(name) if ":" in name else [name]))
+        """Return all names of a choice; () of another kind."""
+        return (*self.names, *(load(self.table) if self.table else ()))
 
     def broken(self, value: Any) -> str:
         """Return the rule that a value breaks, in words; "" where it breaks none."""
-        if self.names:
-            names = self.choices()
+        if names := self.choices():
             return "" if value in names else f"one of {', '.join(names)}"
         return next((words for words, holds in self.rules if not holds(value)), "")
 
@@ -64,8 +65,13 @@ _NUMBER: Rule = (
 
 
 def one_of(*names: str) -> Kind:
-    """Return a choice of names; "module:TABLE" stands for those in a table below specrl_jax."""
+    """Return a choice of names."""
     return Kind(names=names)
+
+
+def key_of(table: str, *more: str) -> Kind:
+    """Return a choice of the keys of "module:TABLE" below specrl_jax, and of more names."""
+    return Kind(names=more, table=table)
 
 
 def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:

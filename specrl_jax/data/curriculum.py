@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,15 +21,16 @@ class PromptStream(StatePart):
     """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches and
-    leaves out the last `leftover` prompts of its order; the next epoch leaves out others. `epoch`
-    and `step` (within the epoch) are those of the next batch.
+    leaves out the last `leftover` prompts of its order; the next epoch leaves out others.
+    `pass_index` (epochs begun before) and `batch_index` (in its epoch) are those of the next batch.
 
     settings: `config.curriculum`. total_steps: of the run.
     """
 
     foresees = True  # `peek` knows the next batch
     screens = False  # a few responses decide whether the rest of a prompt's group is sampled
-    _place = ("epoch", "step", "waiting")  # the attributes that a checkpoint holds
+    # What a checkpoint holds: its name → the attribute.
+    _place: ClassVar = {"epoch": "pass_index", "step": "batch_index", "waiting": "waiting"}
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class PromptStream(StatePart):
                 f"prompts, got {prompts_per_step}"
             )
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
-        self.epoch = 0
-        self.step = 0
+        self.pass_index = 0
+        self.batch_index = 0
         self.waiting: list[str] = []  # prompt_ids that `take` has passed over
         self._encoded = encoded
         self._size = prompts_per_step
@@ -88,12 +89,12 @@ class PromptStream(StatePart):
 
     def _draw(self) -> list[str]:
         """Return the prompt_ids of the next batch of the epoch."""
-        order = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._ids))
-        batch = order[self.step * self._size :][: self._size]
-        self.step += 1
-        if self.step == self.steps_per_epoch:
-            self.epoch += 1
-            self.step = 0
+        order = np.random.default_rng([self._seed, self.pass_index]).permutation(len(self._ids))
+        batch = order[self.batch_index * self._size :][: self._size]
+        self.batch_index += 1
+        if self.batch_index == self.steps_per_epoch:
+            self.pass_index += 1
+            self.batch_index = 0
         return [self._ids[row] for row in batch]
 
     def _check_count(self, count: int) -> None:
@@ -117,7 +118,7 @@ class PromptStream(StatePart):
     @property
     def given(self) -> int:
         """Prompts given out since the run began, with repeats."""
-        batches = self.epoch * self.steps_per_epoch + self.step
+        batches = self.pass_index * self.steps_per_epoch + self.batch_index
         return batches * self._size - len(self.waiting)
 
     def peek(self) -> Prompts:
@@ -127,13 +128,14 @@ class PromptStream(StatePart):
     def host(self) -> dict[str, Any]:
         """Return what `restore` needs, for JSON."""
         fixed = {"seed": self._seed, "prompts_per_step": self._size, **self._digests}
-        return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
+        place = {name: copy.copy(getattr(self, own)) for name, own in self._place.items()}
+        return fixed | place
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
         """Go on where `host` was taken; raises ValueError where seed, batch size or data differ."""
         for name, now in self.host().items():
             if name in self._place:
-                setattr(self, name, host[name])
+                setattr(self, self._place[name], host[name])
             elif (was := host[name]) != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: {name} was {was!r}, is {now!r}; set back "
@@ -152,7 +154,7 @@ class _Chooser(PromptStream):
     """Draws each batch anew, from all prompts that are not busy."""
 
     foresees = False
-    _place = ("draws", "taken")
+    _place: ClassVar = {"draws": "draws", "taken": "taken"}
     draws = taken = 0
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
@@ -189,7 +191,7 @@ class ByPassRate(_Chooser):
     so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
-    _place = (*_Chooser._place, "posterior")
+    _place: ClassVar = _Chooser._place | {"posterior": "posterior"}
 
     def __init__(self, *args: Any):
         super().__init__(*args)

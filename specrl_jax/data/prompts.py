@@ -24,7 +24,7 @@ from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import answer_pattern, is_blank, json_value, jsonable, one_line
 from specrl_jax.rewards.environments import ENVIRONMENTS
 from specrl_jax.rewards.scorers import scorers_of
-from specrl_jax.types import PADDING, Example, Prompts
+from specrl_jax.types import FILLER_TASK, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
@@ -289,7 +289,7 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     """
     total = len(encoded.examples)
     missing = -total % size
-    filler = tuple(make_example("", str(i), PADDING, {}) for i in range(missing))
+    filler = tuple(make_example("", str(i), FILLER_TASK, {}) for i in range(missing))
     tokens = np.full((missing, encoded.tokens.shape[1]), encoded.tokens[0, 0], np.int32)
     ids = words([example.prompt_id for example in filler])
     padded = concatenate(encoded, Prompts(tokens, np.ones(missing, np.int32), ids, filler))

@@ -197,8 +197,8 @@ def _read_params(
         return number, params
     base = arrays["reference"] if own_base else _read_base(config, tokenizer, host)
     # As the run computed with it, whatever this machine computes in.
-    frozen = lora.freeze(shape.replace(dtype=host["reference"]["dtype"]), base)
-    return number, lora.adapted(shape, params, frozen)
+    base_params = lora.freeze(shape.replace(dtype=host["reference"]["dtype"]), base)
+    return number, lora.adapted(shape, params, base_params)
 
 
 def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -> Params:

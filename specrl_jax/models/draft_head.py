@@ -59,7 +59,7 @@ class DraftHead(nnx.Module):
         """Return z [B, T, D] at T tokens, and the cache's layer with these tokens written.
 
         states: the policy's, after its final norm, that chose the tokens; or the head's own.
-        embedded: the tokens' embeddings. The others: see `Transformer`: the tokens start in the
+        embedded: the tokens' embeddings. The others: see `Transformer`; the tokens start in the
         cache's slots `start`, or they are packed tries, whose keys and values [B, T, K, H] are
         given instead of the layer.
         """

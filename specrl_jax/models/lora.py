@@ -18,11 +18,11 @@ from specrl_jax.models.parameters import ADAPTERS, LAYER, Params, adapter_names
 from specrl_jax.sharding import axes
 
 
-def adapted(model: ModelConfig, trained: Params, frozen: Params | None) -> Params:
-    """Return the policy's weights: `trained`, or the frozen ones with `trained` as adapters."""
+def adapted(model: ModelConfig, trained: Params, base_params: Params | None) -> Params:
+    """Return the policy's weights: `trained`, or `base_params` with `trained` as adapters."""
     if model.lora is None:
         return trained
-    return frozen | {"layers": frozen["layers"] | trained["layers"]}
+    return base_params | {"layers": base_params["layers"] | trained["layers"]}
 
 
 def init_adapters(model: ModelConfig, key: Array) -> Params:

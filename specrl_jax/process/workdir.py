@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from specrl_jax.config.fields import ORIGIN, RUN, may_change
+from specrl_jax.config.fields import NEW_RUN, RESUMED, may_change
 from specrl_jax.process.checkpoint import Checkpointer, check_run_config
 from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
@@ -13,9 +13,9 @@ from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
-MAY_CHANGE = may_change(RUN)
+MAY_CHANGE = may_change(RESUMED)
 # What may differ in a new run that begins with another run's checkpoint.
-MAY_CHANGE_FROM_OTHER = may_change(RUN, ORIGIN)
+MAY_CHANGE_FROM_OTHER = may_change(RESUMED, NEW_RUN)
 
 
 def check_paths(workdir: Path) -> None:

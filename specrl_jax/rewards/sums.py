@@ -15,7 +15,7 @@ from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer
 from specrl_jax.rewards.worker_process import MAX_SCORE
 from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
-from specrl_jax.types import PADDING
+from specrl_jax.types import FILLER_TASK
 
 
 def make_pool(
@@ -105,7 +105,7 @@ class BatchScorer:
         Raises ValueError in one line where the function does not give B numbers; nan is an answer
         that could not be scored.
         """
-        real = [i for i, task in enumerate(tasks) if task != PADDING]
+        real = [i for i, task in enumerate(tasks) if task != FILLER_TASK]
         scores = np.zeros(len(responses))
         if real:
             given = {

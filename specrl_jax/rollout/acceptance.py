@@ -190,7 +190,7 @@ class Block(AcceptanceRule):
     def look(self, draft, policy):
         # A prefix may be kept although a shorter one is not: the whole draft is looked at.
         now = policy.score(draft.stored.tokens)
-        return draft.lens, now, logprobs_at(policy.cut, draft.stored.top_ids)
+        return draft.lens, now, logprobs_at(policy.truncated, draft.stored.top_ids)
 
     def decide(self, draft, kept, now, evidence):
         stored = draft.stored

@@ -62,9 +62,9 @@ class OnePass:
         return TokenDistributions.of(logits, self.seeds, self.positions, self.config)
 
     @property
-    def cut(self) -> Array:
+    def truncated(self) -> Array:
         """Logits [B, T, V], tempered."""
-        return self.whole.cut
+        return self.whole.truncated
 
     def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
         """Sample a token from each distribution; weigh: as in `TokenDistributions.sample`."""

@@ -231,7 +231,7 @@ class TokenDistributions:
     """Distributions of the policy at positions of rows: it samples tokens and scores them."""
 
     logits: Array  # [B, ..., V], tempered
-    cut: Array  # [B, ..., V], truncated too: what is sampled from
+    truncated: Array  # [B, ..., V], by top-k and top-p too: what is sampled from
     seeds: Array  # uint32 [B, 2]
     positions: Array  # int32 [B, ...], of the tokens in their responses
     config: SamplingConfig
@@ -262,14 +262,16 @@ class TokenDistributions:
         their place; None: the scores themselves.
         """
         if weigh is None:
-            tokens, logprobs, log_z = sample(self.cut, self.seeds, self.positions, self.config)
+            tokens, logprobs, log_z = sample(
+                self.truncated, self.seeds, self.positions, self.config
+            )
             return self._kept(tokens, logprobs, log_z[..., None])
-        tokens, _, _ = sample(weigh(self.cut), self.seeds, self.positions, self.config)
+        tokens, _, _ = sample(weigh(self.truncated), self.seeds, self.positions, self.config)
         return self.score(tokens)
 
     def score(self, tokens: Array) -> TokenColumns:
         """Look up the log-probs of tokens int32 [B, ...]."""
-        return self._kept(tokens, logprobs_at(self.cut, tokens[..., None])[..., 0], None)
+        return self._kept(tokens, logprobs_at(self.truncated, tokens[..., None])[..., 0], None)
 
     def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> TokenColumns:
         policy = sampling
@@ -278,7 +280,7 @@ class TokenDistributions:
             policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
         if self.top_ids is None:
             return TokenColumns(tokens, policy, sampling)
-        top_logprobs = logprobs_at(self.cut, self.top_ids, log_z)
+        top_logprobs = logprobs_at(self.truncated, self.top_ids, log_z)
         return TokenColumns(tokens, policy, sampling, self.top_ids, top_logprobs)
 
 

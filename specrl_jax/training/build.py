@@ -50,7 +50,7 @@ from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.group_buffer import part_size, trained_group_size
 from specrl_jax.training.responses import Responder
 from specrl_jax.training.rollout_queue import RolloutQueue
-from specrl_jax.training.state import Origin, Reference, RolloutState, Run, RunState
+from specrl_jax.training.state import Fingerprint, Reference, RolloutState, Run, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -180,11 +180,11 @@ def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """Return the policy's learning rate by its updates; it has none while the critic warms up."""
     rows = config.rollout.prompts_per_step * trained_group_size(config)
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
-    return make_schedule(config.updates, max(total_steps - frozen_steps(config), 1) * per_step)
+    return make_schedule(config.updates, max(total_steps - critic_only_steps(config), 1) * per_step)
 
 
-def frozen_steps(config) -> int:
-    """Return how many steps the policy is frozen at the start: only the critic learns."""
+def critic_only_steps(config) -> int:
+    """Return how many of the first steps only the critic learns in."""
     return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
 
 
@@ -249,14 +249,16 @@ def _describe(run: Run, stream: PromptStream) -> None:
 
 def init_state(run: Run, params: Params) -> RunState:
     """Return the state before step 1: the policy warmed up, nothing stored."""
-    origin = Origin.of(run, params, is_reference=False)
-    trained, reference, draft_head = _begin(run, params)
-    frozen = reference.params if run.model.lora else None
-    train = init_policy_state(run.update_spec, trained, frozen, draft_head)
-    return _new_state(run, train, origin, reference)
+    origin = Fingerprint.of(run, params, is_reference=False)
+    trained, reference, draft_head = _warm_up_policy(run, params)
+    base_params = reference.params if run.model.lora else None
+    policy_state = init_policy_state(run.update_spec, trained, base_params, draft_head)
+    return _new_state(run, policy_state, origin, reference)
 
 
-def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
+def _warm_up_policy(
+    run: Run, params: Params
+) -> tuple[Params, Reference | None, DraftHeadState | None]:
     """Warm the policy up; return what is trained later, the reference and the draft head, if any.
 
     params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
@@ -276,26 +278,26 @@ def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHea
         if config.algorithm.kl_coef:
             reference = Reference(jax.tree.map(jnp.copy, params), saved=warm)
         return params, reference, draft_head
-    frozen = lora.freeze(model, params)
+    base_params = lora.freeze(model, params)
     adapters = lora.init_adapters(model, run.key)
     if not (warm and adapts):
-        return adapters, Reference(frozen, saved=warm), draft_head
+        return adapters, Reference(base_params, saved=warm), draft_head
     adapters, draft_head = warm_up(
-        config, run.update_spec, adapters, tokenizer, run.dataset, frozen
+        config, run.update_spec, adapters, tokenizer, run.dataset, base_params
     )
-    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters)), draft_head
+    return adapters, Reference(base_params, False, jax.tree.map(jnp.copy, adapters)), draft_head
 
 
-def _unread_reference(run: Run, params: Params) -> Reference | None:
+def _reference_to_restore(run: Run, params: Params) -> Reference | None:
     """Return the reference of a run that is resumed, without what its checkpoint holds."""
     config = run.config
     warm = config.warmup.steps > 0
     if run.model.lora is None:
         return Reference(params, saved=warm) if config.algorithm.kl_coef else None
-    frozen = lora.freeze(run.model, params)
+    base_params = lora.freeze(run.model, params)
     if warm and config.model.source:
-        return Reference(frozen, False, lora.abstract_adapters(run.model))
-    return Reference(frozen, saved=warm)
+        return Reference(base_params, False, lora.abstract_adapters(run.model))
+    return Reference(base_params, saved=warm)
 
 
 def resume(
@@ -307,14 +309,14 @@ def resume(
     `algorithm.kl_coef`: a reference that this run does not need is left out, one that the
     checkpoint lacks is made again.
     """
-    reference = _unread_reference(run, params)
+    reference = _reference_to_restore(run, params)
     saved = step is None or checkpoints.holds(step, "reference")
     is_reference = reference is not None and not (saved and reference.saved)
-    origin = Origin.of(run, params, is_reference)
-    frozen = reference.params if run.model.lora else None
+    origin = Fingerprint.of(run, params, is_reference)
+    base_params = reference.params if run.model.lora else None
     init = functools.partial(init_policy_state, run.update_spec)
-    train = jax.eval_shape(init, abstract_trained(run.model), frozen)
-    state = _new_state(run, train, origin, reference)
+    policy_state = jax.eval_shape(init, abstract_trained(run.model), base_params)
+    state = _new_state(run, policy_state, origin, reference)
     like = state.arrays()
     if step is None:
         step, arrays, host = checkpoints.restore_newest(like)
@@ -325,7 +327,7 @@ def resume(
     state.restore(host, arrays)
     if reference is not None and not saved and run.config.warmup.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
-        _, state.reference, _ = _begin(run, params)
+        _, state.reference, _ = _warm_up_policy(run, params)
     speculation = state.rollout.speculation
     if speculation is not None and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
@@ -335,13 +337,13 @@ def resume(
 
 
 def _new_state(
-    run: Run, train: PolicyState, origin: Origin, reference: Reference | None
+    run: Run, policy_state: PolicyState, origin: Fingerprint, reference: Reference | None
 ) -> RunState:
     """Return a state with every part that the configuration asks for, empty."""
     with jax.set_mesh(run.rollout_mesh):
         rollout = _new_rollout_state(run)
     return RunState(
-        train=train,
+        policy_state=policy_state,
         rollout=rollout,
         queue=RolloutQueue(run, rollout.stream.find),
         origin=origin,

@@ -303,7 +303,7 @@ def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: D
     share = run.config.rollout.refresh_unsolved
     if run.rollout_spec.accept.exact or not share:
         return drafts
-    unsolved = state.store.unsolved(prompts)
+    unsolved = state.store.stuck(prompts)
     group = len(drafts.lens) // len(unsolved)
     left_out = np.zeros((len(unsolved), group), bool)
     for row in np.flatnonzero(unsolved):

@@ -1,4 +1,7 @@
-"""Responses to held-out prompts with the same rollout as in training, and figures of them."""
+"""Responses to held-out prompts, and figures of them.
+
+The engine is training's; `Run.eval_spec` has no drafts, forks or truncation.
+"""
 
 import dataclasses
 import math

@@ -40,9 +40,10 @@ def part_size(config) -> int:
 
 def trained_group_size(config) -> int:
     """Return how many responses of a group are trained on: all, or all but the screening ones."""
-    group = config.rollout.group_size
+    group_size = config.rollout.group_size
     part = part_size(config)
-    return group - part if part < group and not config.curriculum.reuse_screening else group
+    keeps_all = part >= group_size or config.curriculum.reuse_screening
+    return group_size if keeps_all else group_size - part
 
 
 class GroupBuffer(StatePart):

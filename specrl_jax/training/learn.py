@@ -29,7 +29,7 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
-from specrl_jax.training.build import frozen_steps
+from specrl_jax.training.build import critic_only_steps
 from specrl_jax.training.collect import TrainBatch
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch, Rollout, Source
@@ -39,15 +39,17 @@ _SELECTION = 2
 
 
 def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
-    """Make all updates of a step: change `state.train`, return their metrics."""
+    """Make the updates of a step; change `state.policy_state` and `state.skipped_in_row`.
+
+    Returns metrics.
+    """
     _count_tokens(state, collected.rollout)
     rewards, metrics = shaped_rewards(run, collected)
     keep_mask = run.config.algorithm.keep_sampling_mask
     batch = make_batch(collected.prompts, collected.rollout, keep_mask)
-    row_tokens = RowTokens.fetch(batch)
     if choose_advantage(run.config).by_turn:
         batch = dataclasses.replace(batch, turn_ends=put(collected.turns.ends, "batch", None))
-    batch, more = with_advantages(run, state, batch, row_tokens, rewards)
+    batch, more = with_advantages(run, state, batch, rewards)
     metrics |= more
     if run.config.algorithm.importance_cap:
         # They undo the bias of the acceptance rule, and are capped in the loss.
@@ -58,7 +60,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
             run.rollout_spec.accept.importance_weight,
         )
         batch = dataclasses.replace(batch, importance_weights=weights)
-    metrics |= _update_by_mini_batches(run, state, batch, row_tokens, collected)
+    metrics |= _update_by_mini_batches(run, state, batch, collected)
     if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         metrics.pop("policy/rollout_train_logprob_gap", None)
@@ -67,21 +69,21 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
 
 def _count_tokens(state: RunState, rollout: Rollout) -> None:
     """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
-    head = state.train.draft_head
+    head = state.policy_state.draft_head
     if head is None or head.counts is None:
         return
     lens, sources = hosts.fetch((rollout.lens, rollout.sources))
     own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
     counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
-    state.train = dataclasses.replace(state.train, draft_head=head)
+    state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the rewards to learn from, and the metric of what a response's length costs.
+    """Return rewards float32 [B] or [B, K], less the overlong penalty, and its mean as a metric.
 
-    They are float32 [B], the task's rewards less that price, or [B, K], as `Advantage.by_function`
-    or `by_turn` says; of turns the last one pays it.
+    They are [B, K] as `Advantage.by_function` or `by_turn` says. Of several functions the penalty
+    is one more; of several turns only the last is penalized.
     """
     settings = run.config.reward
     advantage = choose_advantage(run.config)
@@ -106,13 +108,13 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
 
 
 def with_advantages(
-    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens, rewards: np.ndarray
+    run: Run, state: RunState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with advantages; with a critic also with its values and returns."""
     if run.update_spec.critic:
-        packed = _pack_all(run, row_tokens)
-        frozen = state.frozen(run.model)
-        values = critic_values(run.update_spec, state.train, packed, frozen=frozen)
+        packed = _pack_all(run, batch)
+        base_params = state.base_params(run.model)
+        values = critic_values(run.update_spec, state.policy_state, packed, base_params=base_params)
         batch = dataclasses.replace(batch, values=values)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
@@ -126,86 +128,84 @@ def with_advantages(
 
 
 def _update_by_mini_batches(
-    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens, collected: TrainBatch
+    run: Run, state: RunState, batch: Batch, collected: TrainBatch
 ) -> dict[str, float]:
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
     settings = run.config.updates
-    batch, row_tokens, row_ids, metrics = select_rows(run, state, batch, row_tokens)
-    batch, more = _with_other_logprobs(run, state, batch, row_tokens)
+    batch, row_ids, metrics = select_rows(run, state, batch)
+    batch, more = with_reference_and_old_logprobs(run, state, batch)
     metrics |= more
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
-        row_tokens = RowTokens.fetch(batch)
         metrics |= more
-    critic_alone = state.step <= frozen_steps(run.config)
+    critic_only = state.step <= critic_only_steps(run.config)
     history = []
     mini_batches = []
 
     def make_update(packed: PackedRows) -> None:
-        state.train, sums = update(
+        state.policy_state, scalars = update(
             run.update_spec,
-            state.train,
+            state.policy_state,
             batch,
             packed,
-            frozen=state.frozen(run.model),
-            policy_frozen=critic_alone,
+            base_params=state.base_params(run.model),
+            critic_only=critic_only,
         )
-        history.append(sums)
+        history.append(scalars)
 
     # The next mini-batch is packed while the device works.
-    for packed in pack_mini_batches(run, batch, row_tokens, row_ids):
+    for packed in pack_mini_batches(run, batch, row_ids):
         mini_batches.append(packed)
         make_update(packed)
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
-    history = finite_updates(run, state, hosts.fetch(history))
+    history = drop_skipped_updates(run, state, hosts.fetch(history))
     metrics = _update_metrics(run, history) | metrics
     metrics |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    (_, count), *_ = optax.tree.get_all_with_path(state.train.opt_state, "count")
+    (_, count), *_ = optax.tree.get_all_with_path(state.policy_state.opt_state, "count")
     updates = int(hosts.fetch(count))
-    metrics["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
+    metrics["update/lr"] = 0.0 if critic_only else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in metrics.items()}
 
 
 def select_rows(
-    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens
-) -> tuple[Batch, RowTokens, np.ndarray, dict[str, float]]:
-    """Return the batch, its row tokens, the row ids that the updates take in order, and metrics.
+    run: Run, state: RunState, batch: Batch
+) -> tuple[Batch, np.ndarray, dict[str, float]]:
+    """Return the batch, the row ids that the updates take in order, and metrics.
 
-    The ids are int [B] and may repeat. `updates.token_budget` cuts rows short in the batch and in
-    the row tokens: a row that it leaves out has the length 0.
+    The ids are int [B] and may repeat. `updates.token_budget` cuts rows of the batch short: a row
+    that it leaves out has the length 0.
     """
     updates = run.config.updates
     rng = np.random.default_rng([run.config.seed, _SELECTION, state.step])
-    row_ids = np.arange(len(row_tokens.tokens))
+    row_ids = np.arange(len(batch.tokens))
     if keep := ROW_SELECTIONS[updates.select]:
         # All tokens of a response have the same advantage, and the first is the policy's.
         advantages = hosts.fetch(batch.advantages)[:, 0]
         row_ids = draw_pairs(keep, advantages, run.trained_group_size, rng)
         taken = len(np.unique(row_ids)) / len(row_ids)
-        return batch, row_tokens, row_ids, {"update/selected_fraction": taken}
+        return batch, row_ids, {"update/selected_fraction": taken}
     budget = updates.token_budget
     if not budget:
-        return batch, row_tokens, row_ids, {}
-    mask = hosts.fetch(batch.mask)
-    lens = np.zeros_like(row_tokens.response_lens)
+        return batch, row_ids, {}
+    response_lens, mask = hosts.fetch((batch.response_lens, batch.mask))
+    lens = np.zeros_like(response_lens)
     tokens = []
     for part in _mini_batches(run, row_ids):
-        lens[part] = cut_to_budget(row_tokens.response_lens[part], mask[part], budget, rng)
+        lens[part] = cut_to_budget(response_lens[part], mask[part], budget, rng)
         tokens.append(min(np.sum(mask[part]), budget))
     batch = dataclasses.replace(batch, response_lens=put(lens, "batch"))
-    row_tokens = row_tokens._replace(response_lens=lens)
     metrics = {
         "update/selected_fraction": np.mean(lens > 0),
         "update/budget_filled": np.mean(tokens) / budget,
     }
-    return batch, row_tokens, row_ids, metrics
+    return batch, row_ids, metrics
 
 
-def _with_other_logprobs(
-    run: Run, state: RunState, batch: Batch, row_tokens: RowTokens
+def with_reference_and_old_logprobs(
+    run: Run, state: RunState, batch: Batch
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with the reference's log-probs, and recomputed old ones, if asked for."""
     metrics = {}
@@ -213,7 +213,7 @@ def _with_other_logprobs(
     penalized = run.config.algorithm.kl_coef > 0
     if not recompute and not penalized:
         return batch, metrics
-    packed = _pack_all(run, row_tokens)
+    packed = _pack_all(run, batch)
     if recompute:
         old = logprobs(run.update_spec, state.policy(run.model), packed, batch.support)
         metrics["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
@@ -240,22 +240,22 @@ def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch
         row = (group + 1) * group_size - 1
         tokens[row, : len(solution)] = solution
         lens[row] = len(solution)
-    batch = _replace(batch, put(tokens, "batch", None), put(lens, "batch"))
+    batch = _put_solutions(batch, put(tokens, "batch", None), put(lens, "batch"))
     return batch, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
 
 
 @jax.jit
-def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
-    """Put these responses, which are given, in the batch where their length is not 0."""
-    given = lens > 0
+def _put_solutions(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
+    """Put the solutions `tokens_BR` in the batch where their length is not 0."""
+    is_solution = lens > 0
     slots = batch.tokens.shape[1] - tokens_BR.shape[1]
     tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
     return dataclasses.replace(
         batch,
-        tokens=jnp.where(given[:, None], tokens, batch.tokens),
-        response_lens=jnp.where(given, lens, batch.response_lens),
-        advantages=jnp.where(given[:, None], 0, batch.advantages),
-        given=given,
+        tokens=jnp.where(is_solution[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(is_solution, lens, batch.response_lens),
+        advantages=jnp.where(is_solution[:, None], 0, batch.advantages),
+        is_solution=is_solution,
     )
 
 
@@ -263,10 +263,9 @@ def _mini_batches(run: Run, row_ids: np.ndarray) -> list[np.ndarray]:
     return np.split(row_ids, len(row_ids) // run.config.updates.mini_batch_size)
 
 
-def pack_mini_batches(
-    run: Run, batch: Batch, row_tokens: RowTokens, row_ids: np.ndarray
-) -> Iterator[PackedRows]:
+def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[PackedRows]:
     """Yield the mini-batches of `row_ids` in order, without rows that teach nothing."""
+    row_tokens = RowTokens.fetch(batch)
     algorithm = run.config.algorithm
     included = row_tokens.response_lens > 0
     # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
@@ -280,12 +279,13 @@ def pack_mini_batches(
 
 @jax.jit
 def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
+    """bool [B], rows with an advantage that is not exactly 0, or a solution."""
     signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
-    return signal if batch.given is None else signal | batch.given
+    return signal if batch.is_solution is None else signal | batch.is_solution
 
 
-def _pack_all(run: Run, row_tokens: RowTokens) -> PackedRows:
+def _pack_all(run: Run, batch: Batch) -> PackedRows:
+    row_tokens = RowTokens.fetch(batch)
     row_ids = np.arange(len(row_tokens.tokens))
     return pack_rows(run.update_spec, row_tokens, row_ids, row_tokens.response_lens > 0)
 
@@ -298,7 +298,7 @@ _STAGES = {
 }
 
 
-def finite_updates(
+def drop_skipped_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
     """Return the scalars of the updates that were not skipped; count in `state` those in a row.
@@ -308,10 +308,10 @@ def finite_updates(
     """
     fields = dict(flatten(run.config))
     made = []
-    for sums in history:
-        stage, name = _first_nonfinite(sums)
+    for scalars in history:
+        stage, name = _first_nonfinite(scalars)
         if not name:
-            made.append(sums)
+            made.append(scalars)
             state.skipped_in_row = 0
             continue
         prefix, field = _STAGES[stage]
@@ -320,17 +320,17 @@ def finite_updates(
         if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
             row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
             raise FloatingPointError(
-                f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
-                f"now {fields[field]}"
+                f"step {state.step}: {stage}: {name} is {scalars[prefix + name]}{row}; "
+                f"lower {field}, now {fields[field]}"
             )
     return made
 
 
-def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
+def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
     """Return (stage, name) of the first scalar that is not finite, or empty."""
     for name in ("loss", "grad_norm", "weight_norm", "moments"):
         for stage, (prefix, _) in _STAGES.items():
-            if not np.isfinite(sums.get(prefix + name, 0.0)):
+            if not np.isfinite(scalars.get(prefix + name, 0.0)):
                 return stage, name
     return "", ""
 
@@ -351,33 +351,36 @@ def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, 
 
 
 def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return metrics of the step's updates, from each one's sums and means; {} of none."""
+    """Return metrics of the step's updates, from each one's scalars; {} of none."""
 
     def mean(name: str) -> float:
-        return np.mean([sums[name] for sums in history])
+        return np.mean([scalars[name] for scalars in history])
+
+    def total(name: str) -> np.ndarray:
+        return sum(scalars.get(name, 0) for scalars in history)
 
     if not history:
         return {}
     metrics = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
     # Means over the tokens that are computed, where there are any.
-    if any(sums["tokens"] for sums in history):
+    if total("tokens"):
         metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    if tokens := sum(sums.get("given_tokens", 0) for sums in history):
-        metrics["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
-    if pairs := sum(sums.get("pairs", 0) for sums in history):
-        metrics["policy/pair_loss"] = sum(sums["pair_loss"] for sums in history) / pairs
-        metrics["policy/pair_accuracy"] = sum(sums["pair_accuracy"] for sums in history) / pairs
+    if tokens := total("solution_tokens"):
+        metrics["policy/solution_nll"] = total("solution_nll") / tokens
+    if pairs := total("pairs"):
+        metrics["policy/pair_loss"] = total("pair_loss") / pairs
+        metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
     if run.update_spec.critic:
-        tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
+        tokens = max(total("tokens"), 1)  # a batch may hold none
         metrics["critic/loss"] = mean("critic_loss")
-        metrics["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
+        metrics["critic/clip_fraction"] = total("critic_clipped") / tokens
         metrics["critic/grad_norm"] = mean("critic_grad_norm")
     if run.update_spec.draft_head:
-        tokens = max(sum(sums["head_tokens"] for sums in history), 1)
+        tokens = max(total("head_tokens"), 1)
         metrics["draft_head/loss"] = mean("head_loss")
-        metrics["draft_head/overlap"] = sum(sums["head_overlap"][0] for sums in history) / tokens
+        metrics["draft_head/overlap"] = total("head_overlap")[0] / tokens
         metrics["draft_head/grad_norm"] = mean("head_grad_norm")
     return metrics

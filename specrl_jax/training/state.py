@@ -1,8 +1,8 @@
 """Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
-A new part of the state is a `types.StatePart`, which saves, restores and describes itself, a field
-of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its own
-part (`collect`).
+A new part of the state is a `types.StatePart`, which gives and takes back what a checkpoint holds,
+a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its
+own part (`collect`).
 """
 
 import dataclasses
@@ -109,8 +109,8 @@ class Reference(StatePart):
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin(StatePart):
-    """Model and held-out prompts that the run began with; a resume with others is refused."""
+class Fingerprint(StatePart):
+    """Model, held-out prompts and solutions that a run began with; a resume refuses others."""
 
     source: str  # of the config
     shape: dict[str, Any]  # without what a machine chooses
@@ -120,7 +120,7 @@ class Origin(StatePart):
     is_reference: bool  # the reference is made from the source again
 
     @classmethod
-    def of(cls, run: Run, params: Params, is_reference: bool) -> "Origin":
+    def of(cls, run: Run, params: Params, is_reference: bool) -> "Fingerprint":
         """Describe the model of `params`, those that `build` gave."""
         shape = dataclasses.asdict(run.model)
         for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
@@ -140,7 +140,7 @@ class Origin(StatePart):
         digests = {"held_out": self.held_out, "solutions": self.solutions}
         return {"shape": self.shape, "weights": self.weights} | digests
 
-    def restore(self, host: dict[str, Any], arrays) -> "Origin":
+    def restore(self, host: dict[str, Any], arrays) -> "Fingerprint":
         changed = [
             f"{name} was {host['shape'][name]}, now {value}"
             for name, value in self.shape.items()
@@ -205,9 +205,9 @@ class RolloutState:
         previous: the last responses of all rows that the rollout was given.
         """
         rewards = responses.group_rewards
-        # A group is unsolved where its rewards are equal and below 1, the reward of a right one.
-        unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
-        self.store.put(responses.prompts, responses.rollout, step=self.step, unsolved=unsolved)
+        # A group is stuck where its rewards are equal and below 1, the reward of a right one.
+        stuck = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+        self.store.put(responses.prompts, responses.rollout, step=self.step, stuck=stuck)
         run.collector.observe(self, responses)
         noise_steps = responses.result.noise_steps
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
@@ -223,10 +223,10 @@ class RolloutState:
 class RunState:
     """Content of a checkpoint: finished steps, weights with optimizer, parts; None: it is off."""
 
-    train: PolicyState
+    policy_state: PolicyState
     rollout: RolloutState
     queue: Any  # `rollout_queue.RolloutQueue`: batches whose update comes later
-    origin: Origin
+    origin: Fingerprint
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
     reference: Reference | None = None  # with a KL penalty, and with adapters
@@ -237,19 +237,19 @@ class RunState:
         named = vars(self.rollout) | vars(self)
         return {name: part for name, part in named.items() if isinstance(part, StatePart)}
 
-    def frozen(self, model: ModelConfig) -> Params | None:
+    def base_params(self, model: ModelConfig) -> Params | None:
         """Return the weights that adapters are trained for; None: all weights are trained."""
         return self.reference.params if model.lora else None
 
     def policy(self, model: ModelConfig) -> Params:
         """Return the policy's weights as they are now."""
-        return adapted(model, self.train.params, self.frozen(model))
+        return adapted(model, self.policy_state.params, self.base_params(model))
 
     def rollout_weights(self, run: Run) -> Params:
         """Return a copy of the current weights, with the draft head's, on the mesh of rollouts."""
         policy = self.policy(run.model)
         weights = rollout_weights(run.model, policy)
-        if head := self.train.draft_head:
+        if head := self.policy_state.draft_head:
             vocab = run.update_spec.draft_head.vocab
             draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
             weights |= {"draft_head": draft_head}
@@ -257,7 +257,7 @@ class RunState:
 
     def arrays(self) -> dict[str, Any]:
         """Return the device's part of a checkpoint."""
-        return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
+        return {"train": self.policy_state} | {name: x.arrays() for name, x in self.parts.items()}
 
     def host(self) -> dict[str, Any]:
         """Return the host's part of a checkpoint, JSON-able."""
@@ -267,7 +267,7 @@ class RunState:
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Take over a checkpoint; a part that it does not have stays as it is."""
         self.step = host["step"]
-        self.train = arrays["train"]
+        self.policy_state = arrays["train"]
         self.skipped_in_row = host["skipped_in_row"]
         for name, part in self.parts.items():
             if name in host:

@@ -16,7 +16,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.scoring import RowTokens, unpacked
-from specrl_jax.algorithms.update import Sums, update
+from specrl_jax.algorithms.update import Scalars, update
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
     PolicyState,
@@ -52,11 +52,11 @@ def warm_up(
     params: Params,
     tokenizer: Tokenizer,
     dataset: Dataset,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
     """Run the stage that `config.warmup` asks for, and print the loss as it goes.
 
-    frozen: where `params` are adapters, the weights that the adapters belong to.
+    base_params: where `params` are adapters, the weights that the adapters belong to.
 
     Returns the trained `params`, and the draft head; None where the run has no head.
     """
@@ -91,7 +91,7 @@ def warm_up(
     data = RowTokens(tokens, prompt_lens, lens - prompt_lens, response_len)
     fingerprint = {"the demonstrations": digest(*data[:3])}
     hosts.check_same(fingerprint, "give them the same files")
-    return supervise(update_spec, params, data, settings, config.seed, frozen)
+    return supervise(update_spec, params, data, settings, config.seed, base_params)
 
 
 def supervise(
@@ -100,7 +100,7 @@ def supervise(
     data: RowTokens,
     settings,
     seed: int,
-    frozen: Params | None = None,
+    base_params: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
     """Train `params` on the demonstrations; return the trained `params` and the draft head.
 
@@ -117,9 +117,10 @@ def supervise(
         loss=LossConfig(solution_coef=1.0, max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
+        token_budget=0,
         skip_nonfinite=False,
     )
-    state = init_policy_state(update_spec, params, frozen)
+    state = init_policy_state(update_spec, params, base_params)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
@@ -129,17 +130,17 @@ def supervise(
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]
         batches = tuple(put(x[index], None, "batch", *(None,) * (x.ndim - 1)) for x in data[:3])
-        state, sums = _run(update_spec, state, batches, frozen)
-        sums = hosts.fetch(sums)
+        state, scalars = _run(update_spec, state, batches, base_params)
+        scalars = hosts.fetch(scalars)
         step = min(start + chunk, steps)
         for name, field in _MUST_BE_FINITE.items():
-            value = sums.get(name, np.zeros(1)).sum()
+            value = scalars.get(name, np.zeros(1)).sum()
             if not np.isfinite(value):
                 rate = f", now {settings.learning_rate}" if field.startswith("warmup") else ""
                 raise FloatingPointError(
                     f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )
-        print(f"  step {step}: {sums['loss'][-1]:.3f} nats/token", flush=True)
+        print(f"  step {step}: {scalars['loss'][-1]:.3f} nats/token", flush=True)
     return state.params, state.draft_head
 
 
@@ -148,25 +149,25 @@ def _run(
     update_spec: UpdateSpec,
     state: PolicyState,
     batches: tuple[Array, Array, Array],
-    frozen: Params | None,
-) -> tuple[PolicyState, Sums]:
+    base_params: Params | None,
+) -> tuple[PolicyState, Scalars]:
     """Return the state after an update on each batch, and the scalars of the updates, [steps].
 
     batches: `RowTokens.tokens`, `prompt_lens` and `response_lens`, [steps, B, ...].
     """
     slots = update_spec.loss.max_response_len
 
-    def step(state: PolicyState, rows: tuple[Array, Array, Array]) -> tuple[PolicyState, Sums]:
+    def step(state: PolicyState, rows: tuple[Array, Array, Array]) -> tuple[PolicyState, Scalars]:
         tokens, prompt_lens, response_lens = rows
         columns = prompt_lens[:, None] + jnp.arange(slots)[None, :]
         nothing = jnp.zeros_like(columns, jnp.float32)
-        given = jnp.ones_like(response_lens, bool)
-        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, given=given)
+        is_solution = jnp.ones_like(response_lens, bool)
+        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, is_solution=is_solution)
         if state.draft_head is not None and state.draft_head.counts is not None:
             responses = take_slots(tokens, columns)
             counts = count_tokens(state.draft_head.counts, responses, batch.mask)
             head = dataclasses.replace(state.draft_head, counts=counts)
             state = dataclasses.replace(state, draft_head=head)
-        return update(update_spec, state, batch, unpacked(tokens, prompt_lens, slots), frozen)
+        return update(update_spec, state, batch, unpacked(tokens, prompt_lens, slots), base_params)
 
     return jax.lax.scan(step, state, batches)

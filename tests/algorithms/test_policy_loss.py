@@ -28,20 +28,26 @@ CHANGES = {
 
 def paper_loss(logprobs, entropy, batch, config, at):
     """The papers' formulas in float64; at: the log-probs where no gradient goes through."""
-    total, rows = 0.0, np.sum(batch.response_lens > 0)
+    total = 0.0
+    rows = np.sum(batch.response_lens > 0)
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     for row, n in enumerate(batch.response_lens):
         if not n:
             continue
-        a, old = batch.advantages[row, :n], batch.old_logprobs[row, :n]
-        new, fixed = logprobs[row, :n], at[row, :n]
-        r, weight = np.exp(new - old), np.exp(fixed - old)
+        a = batch.advantages[row, :n]
+        old = batch.old_logprobs[row, :n]
+        new = logprobs[row, :n]
+        fixed = at[row, :n]
+        r = np.exp(new - old)
+        weight = np.exp(fixed - old)
         if config.ratio == "sequence":  # (π(y) / π_old(y))^(1/|y|) at `at`, times π / sg(π)
             weight = np.full(n, np.prod(weight) ** (1 / n))
             r = weight * np.exp(new - fixed)
         if config.objective == "cispo":
-            terms = -np.clip(weight, 0.8, 1.28) * a * new
+            terms = -np.clip(weight, low, high) * a * new
         else:
-            terms = -np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
+            terms = -np.minimum(r * a, np.clip(r, low, high) * a)
         if config.dual_clip:
             terms = np.where(a < 0, np.minimum(terms, config.dual_clip * np.abs(a)), terms)
         # Its value is that of the estimator, its gradient d, both weighed by the token's ratio.
@@ -100,14 +106,14 @@ def test_what_is_masked_cannot_poison(aggregation, poison):
     ("aggregation", "loss"),
     [("token", (-4.0 + 6.0) / 5), ("sequence", (-2.0 + 2.0) / 2), ("constant", 2.0 / (2 * 9))],
 )
-def test_a_given_row_has_its_likelihood_alone(aggregation, loss):
-    """Two sampled tokens of advantage 2, three given ones of 4 nats each with weight a half; the
-    entropy bonus and the KL, here of weight 0 for the sampled row, leave them out."""
+def test_a_solution_has_its_likelihood_alone(aggregation, loss):
+    """Two sampled tokens of advantage 2; three tokens of a solution, of 4 nats each, with weight a
+    half. The entropy bonus and the KL, here 0 for the sampled row, leave the solution out."""
     mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
     logprobs = np.array([[-1, -1, 9], [-4, -4, -4]], np.float32)
     batch = as_batch(mask, np.where(mask, -1, 7).astype(np.float32), np.full((2, 3), 2, np.float32))
     batch = dataclasses.replace(
-        batch, given=np.array([False, True]), ref_logprobs=batch.old_logprobs
+        batch, is_solution=np.array([False, True]), ref_logprobs=batch.old_logprobs
     )
     config = dataclasses.replace(
         PLAIN, aggregation=aggregation, solution_coef=0.5, kl_coef=0.3, entropy_coef=0.7
@@ -115,7 +121,7 @@ def test_a_given_row_has_its_likelihood_alone(aggregation, loss):
     entropy = np.array([[0, 0, 5], [5, 5, 5]], np.float32)
     value, sums = policy_loss(logprobs, entropy, batch, config)
     assert value == pytest.approx(loss, abs=1e-6)
-    assert (sums["tokens"], sums["given_tokens"], sums["given_nll"]) == (2, 3, 12)
+    assert (sums["tokens"], sums["solution_tokens"], sums["solution_nll"]) == (2, 3, 12)
     assert sums["entropy"] == sums["kl"] == sums["logprob_gap"] == 0
 
 

@@ -23,7 +23,7 @@ def formula(make_mesh):
     """(batch, settings, loss, its gradient) of rows that are scored one by one; row 3 is given."""
     settings = dataclasses.replace(ref.LOSS, kl_coef=0.5, entropy_coef=0.1, solution_coef=0.5)
     batch = ref.host_batch(reference=True, shared=True)
-    batch = dataclasses.replace(batch, given=np.arange(ref.ROWS) == 3)
+    batch = dataclasses.replace(batch, is_solution=np.arange(ref.ROWS) == 3)
     with jax.set_mesh(make_mesh(1, 1, 1)):
         loss = jax.jit(
             jax.value_and_grad(lambda p: ref.plain_loss(p, batch, settings, range(ref.ROWS)))
@@ -42,10 +42,10 @@ def test_the_gradient_is_that_of_the_formula(mesh, formula, packing, chunk):
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=1e-5)
     assert metrics["tokens"] == batch.response_lens[:3].sum()
-    assert metrics["given_tokens"] == batch.response_lens[3]
+    assert metrics["solution_tokens"] == batch.response_lens[3]
     row = batch.tokens[3, : batch.prompt_lens[3] + batch.response_lens[3]]
     log_p, _ = ref.row_scores(ref.place_params(), row, batch.prompt_lens[3], 0.8)
-    np.testing.assert_allclose(metrics["given_nll"], -log_p.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["solution_nll"], -log_p.sum(), rtol=1e-5)
     assert "kl" in metrics
     assert 0 < metrics["clip_fraction"] < metrics["tokens"]
 
@@ -74,8 +74,7 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
 def test_a_budget_divides_the_sum_over_the_rows_that_are_taken(mesh):
     """Seven of 12 tokens are taken, of two rows, one of them cut; the sum is divided by 9."""
     batch = dataclasses.replace(ref.host_batch(), response_lens=np.array([3, 0, 4, 0], np.int32))
-    settings = dataclasses.replace(ref.LOSS, token_budget=9)
-    update_spec = dataclasses.replace(ref.LEARNER, loss=settings)
+    update_spec = dataclasses.replace(ref.LEARNER, token_budget=9)
     got, metrics = ref.gradient(update_spec, batch, included=batch.response_lens > 0)
     value, want = jax.jit(
         jax.value_and_grad(lambda p: ref.plain_loss(p, batch, ref.LOSS, [0, 2]) * 7 / 9)

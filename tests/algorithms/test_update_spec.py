@@ -82,22 +82,21 @@ def test_the_update_takes_its_fields_from_the_config():
         {
             "algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25,
             "rollout.temperature": 0.7, "updates.old_logprobs": "recompute",
-            "updates.token_budget": 20,
+            "updates.token_budget": 20, "algorithm.entropy_coef": 0.125,
+            "algorithm.solution_coef": 0.5, "algorithm.importance_cap": 2.0,
         }
         | {f"algorithm.mask.{name}": bound for name, bound in masks.items()}
     )  # fmt: skip
     update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
-    elsewhere = {
-        "max_response_len": 6, "group_size": 8, "old_logprobs": "recompute",
-        "token_budget": 20,
-    }  # fmt: skip
+    elsewhere = {"max_response_len": 6, "group_size": 8, "old_logprobs": "recompute"}
     got = dataclasses.asdict(update_spec.loss)
     assert dict(got.pop("masks")) == masks
     want.pop("masks")
     assert got == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
     assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.updates.logits_chunk)
+    assert update_spec.token_budget == 20
     assert update_spec.micro_batch_size == config.updates.micro_batch_size
 
 

@@ -1,11 +1,13 @@
 """When a field has an effect, and what is said of one that was given and has none."""
 
+from typing import NamedTuple
+
 import pytest
 import small_runs
 from small_runs import line_of
 
 from specrl_jax.config import cli, validate
-from specrl_jax.config.fields import FIELDS, ORIGIN, RUN, may_change, without_effect
+from specrl_jax.config.fields import FIELDS, NEW_RUN, RESUMED, may_change, without_effect
 
 NONE = {"rollout.draft": "none"}
 TREE = {"rollout.draft": "tree"}
@@ -17,104 +19,120 @@ HF = {"model.source": "a/b", "tokenizer.source": ""}
 CURRENT = {"updates.old_logprobs": "current"}
 DPO = {"algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
 FILE = {"data.source": "jsonl", "data.path": __file__, "warmup.steps": 0}
-# Other changes of `tiny`; the field that decides, its value and one that would give an effect; and
-# fields without an effect, each with a value.
+
+
+class Idle(NamedTuple):
+    """Fields without an effect, and the reason."""
+
+    changes: dict  # of `tiny`
+    decides: str  # the field that takes the effect away
+    now: str  # its value, as the error shows it
+    better: str  # a value that would give an effect
+    fields: dict  # that have no effect, with a value each
+
+
 IDLE_BY_REASON = [
-    (HF, "model.source", "a/b", "",
+    Idle(HF, "model.source", "a/b", "",
      {"model.family": "llama", "model.embed_dim": 64, "model.mlp_dim": 64, "model.num_layers": 1,
       "model.num_heads": 8, "model.num_kv_heads": 4, "model.head_dim": 64,
       "model.rope_theta": 1000000.0, "model.tie_embeddings": False}),
-    ({}, "lora.rank", "0", "8", {"lora.alpha": 32.0, "lora.targets": "q_proj"}),
-    (HF, "tokenizer.source", "''", "characters", {"tokenizer.alphabet": "01"}),
-    ({}, "tokenizer.chat", "False", "True",
+    Idle({}, "lora.rank", "0", "8", {"lora.alpha": 32.0, "lora.targets": "q_proj"}),
+    Idle(HF, "tokenizer.source", "''", "characters", {"tokenizer.alphabet": "01"}),
+    Idle({}, "tokenizer.chat", "False", "True",
      {"tokenizer.system_prompt": "Hi", "tokenizer.continue_final_message": True}),
-    ({}, "data.source", "sort", "jsonl",
+    Idle({}, "data.source", "sort", "jsonl",
      {"data.path": "x.jsonl", "data.eval_path": "x.jsonl", "data.split": "test"}),
-    (GUESS, "data.source", "guess", "jsonl", {"data.path": "x.jsonl"}),
-    (FILE, "data.path", __file__, "FOLDER", {"data.split": "test", "data.eval_split": "test"}),
-    ({"data.render": "a:b"}, "data.render", "a:b", "",
+    Idle(GUESS, "data.source", "guess", "jsonl", {"data.path": "x.jsonl"}),
+    Idle(FILE, "data.path", __file__, "FOLDER", {"data.split": "test", "data.eval_split": "test"}),
+    Idle({"data.render": "a:b"}, "data.render", "a:b", "",
      {"data.prompt_field": "q", "data.answer_field": "a", "data.answer_pattern": "(a)"}),
-    ({"warmup.steps": 0}, "warmup.steps", "0", "100",
+    Idle({"warmup.steps": 0}, "warmup.steps", "0", "100",
      {"data.solution_field": "s", "warmup.batch_size": 8, "warmup.examples": 8,
       "warmup.mistake_rate": 0.1, "warmup.learning_rate": 0.1}),
-    (GUESS, "environment.name", "guess", "",
+    Idle(GUESS, "environment.name", "guess", "",
      {"reward.name": "math", "reward.extract": "(a)", "reward.format": ".*",
       "reward.thought_tags": "[T] [/T]"}),
-    ({}, "reward.name", "exact", "math+format", {"reward.format": ".*"}),
-    ({"reward.name": "format"}, "reward.name", "format", "math",
+    Idle({}, "reward.name", "exact", "math+format", {"reward.format": ".*"}),
+    Idle({"reward.name": "format"}, "reward.name", "format", "math",
      {"reward.thought_tags": "[T] [/T]"}),
-    ({}, "tokenizer.source", "characters", "", {"reward.keep_special_tokens": True}),
-    ({}, "rollout.stop", "''", "'</answer>'", {"reward.keep_stop": False}),
-    ({}, "reward.overlong_tokens", "0", "4", {"reward.overlong_penalty": 1.0}),
-    ({}, "algorithm.advantage", "auto", "turn", {"algorithm.turn_discount": 0.5}),
-    (NONE, "rollout.draft", "none", "previous",
+    Idle({}, "tokenizer.source", "characters", "", {"reward.keep_special_tokens": True}),
+    Idle({}, "rollout.stop", "''", "'</answer>'", {"reward.keep_stop": False}),
+    Idle({}, "reward.overlong_tokens", "0", "4", {"reward.overlong_penalty": 1.0}),
+    Idle({}, "algorithm.advantage", "auto", "turn", {"algorithm.turn_discount": 0.5}),
+    Idle(NONE, "rollout.draft", "none", "previous",
      {"rollout.draft_age": 2, "rollout.accept": "ratio", "rollout.lenience": 2.0,
       "rollout.store_prompts": 64, "algorithm.importance_cap": 2.0}),
-    (TREE, "rollout.draft", "tree", "previous", {"rollout.draft_age": 2}),
-    ({}, "rollout.accept", "match", "ratio",
+    Idle(TREE, "rollout.draft", "tree", "previous", {"rollout.draft_age": 2}),
+    Idle({}, "rollout.accept", "match", "ratio",
      {"rollout.lenience": 2.0, "rollout.draft_refresh": 0.1}),
-    (BLOCK, "rollout.accept", "block", "ratio",
+    Idle(BLOCK, "rollout.accept", "block", "ratio",
      {"rollout.lenience": 0.0, "rollout.refresh_unsolved": 0.5, "algorithm.importance_cap": 2.0}),
-    (RATIO, "rollout.accept", "ratio", "match",
+    Idle(RATIO, "rollout.accept", "ratio", "match",
      {"rollout.noise_epochs": 4, "rollout.noise_refresh": 0.5}),
-    ({"rollout.noise_epochs": 1}, "rollout.noise_epochs", "1", "4", {"rollout.noise_refresh": 0.5}),
-    ({}, "rollout.accept", "match", "block", {"rollout.stored_logprobs": 8}),
-    ({}, "rollout.draft", "previous", "tree",
+    Idle({"rollout.noise_epochs": 1}, "rollout.noise_epochs", "1", "4",
+     {"rollout.noise_refresh": 0.5}),
+    Idle({}, "rollout.accept", "match", "block", {"rollout.stored_logprobs": 8}),
+    Idle({}, "rollout.draft", "previous", "tree",
      {"rollout.tree.history": 4, "rollout.tree.depth": 4, "rollout.tree.factor": 1.0,
       "rollout.tree.offset": 1.0, "rollout.tree.min_prob": 0.5, "rollout.max_width": 4,
       "rollout.adaptive": True}),
-    ({}, "rollout.fork.segment", "0", "4", {"rollout.fork.roots": 4, "rollout.fork.branches": 3}),
-    (TREE | {"rollout.tree.history": 1}, "rollout.tree.history", "1", "2",
+    Idle({}, "rollout.fork.segment", "0", "4",
+     {"rollout.fork.roots": 4, "rollout.fork.branches": 3}),
+    Idle(TREE | {"rollout.tree.history": 1}, "rollout.tree.history", "1", "2",
      {"rollout.tree.decay": 0.5}),
-    (TREE, "rollout.draft", "tree", "head", {"rollout.head.learning_rate": 0.1}),
-    ({}, "rollout.draft", "previous", "head", {"rollout.head.depth": 2, "rollout.head.vocab": 8}),
-    ({"rollout.draft": "head"}, "rollout.draft", "head", "previous", {"rollout.store_age": 9}),
-    ({}, "environment.name", "''", "guess",
+    Idle(TREE, "rollout.draft", "tree", "head", {"rollout.head.learning_rate": 0.1}),
+    Idle({}, "rollout.draft", "previous", "head",
+     {"rollout.head.depth": 2, "rollout.head.vocab": 8}),
+    Idle({"rollout.draft": "head"}, "rollout.draft", "head", "previous", {"rollout.store_age": 9}),
+    Idle({}, "environment.name", "''", "guess",
      {"environment.max_turns": 4, "environment.allow_unfinished": 0.25}),
-    (PPO, "critic.kind", "network", "none",
+    Idle(PPO, "critic.kind", "network", "none",
      {"algorithm.normalize_std": False, "algorithm.leave_one_out": True,
       "updates.skip_no_signal": True}),
-    ({"algorithm.objective": "cispo"}, "algorithm.objective", "cispo", "clip",
+    Idle({"algorithm.objective": "cispo"}, "algorithm.objective", "cispo", "clip",
      {"algorithm.dual_clip": 3.0}),
-    (DPO, "algorithm.objective", "dpo", "clip",
+    Idle(DPO, "algorithm.objective", "dpo", "clip",
      {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
       "algorithm.dual_clip": 4.0, "algorithm.kl_estimator": "k2", "algorithm.normalize_std": False,
       "algorithm.leave_one_out": True}),
-    (CURRENT, "updates.old_logprobs", "current", "rollout",
+    Idle(CURRENT, "updates.old_logprobs", "current", "rollout",
      {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
       "algorithm.dual_clip": 4.0}),
-    ({}, "rollout.top_k", "0", "20", {"algorithm.keep_sampling_mask": True}),
-    ({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
-    ({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
-    ({}, "critic.kind", "none", "head",
+    Idle({}, "rollout.top_k", "0", "20", {"algorithm.keep_sampling_mask": True}),
+    Idle({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
+    Idle({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
+    Idle({}, "critic.kind", "none", "head",
      {"critic.learning_rate": 0.001, "critic.schedule_warmup": 1, "critic.warmup_steps": 1,
       "critic.coef": 0.5, "critic.clip": 0.2, "critic.gamma": 1.0, "critic.gae_lambda": 1.0}),
-    ({}, "curriculum.name", "uniform", "speed",
+    Idle({}, "curriculum.name", "uniform", "speed",
      {"curriculum.screening": 4, "curriculum.low": 0.1, "curriculum.high": 0.9,
       "curriculum.reuse_screening": False}),
-    ({}, "curriculum.name", "uniform", "mopps",
+    Idle({}, "curriculum.name", "uniform", "mopps",
      {"curriculum.candidates": 2.0, "curriculum.target": 0.5}),
-    ({"curriculum.name": "speed"}, "curriculum.name", "speed", "mopps", {"curriculum.decay": 0.5}),
-    ({}, "curriculum.name", "uniform", "easy_to_hard",
+    Idle({"curriculum.name": "speed"}, "curriculum.name", "speed", "mopps",
+     {"curriculum.decay": 0.5}),
+    Idle({}, "curriculum.name", "uniform", "easy_to_hard",
      {"curriculum.difficulty": "prompt_len", "curriculum.levels": 2,
       "curriculum.schedule": "cosine"}),
-    ({}, "curriculum.name", "uniform", "mopps", {"curriculum.select": "threshold"}),
-    ({"curriculum.name": "easy_to_hard", "curriculum.schedule": "cosine"}, "curriculum.schedule",
-     "cosine", "gaussian", {"curriculum.sigma": 1.0, "curriculum.mean_exponent": 1.0,
-                            "curriculum.floor": False}),
-    ({"curriculum.name": "mopps", "curriculum.select": "threshold"}, "curriculum.select",
+    Idle({}, "curriculum.name", "uniform", "mopps", {"curriculum.select": "threshold"}),
+    Idle({"curriculum.name": "easy_to_hard", "curriculum.schedule": "cosine"},
+     "curriculum.schedule", "cosine", "gaussian",
+     {"curriculum.sigma": 1.0, "curriculum.mean_exponent": 1.0, "curriculum.floor": False}),
+    Idle({"curriculum.name": "mopps", "curriculum.select": "threshold"}, "curriculum.select",
      "threshold", "nearest", {"curriculum.target": 0.4}),
-    ({"algorithm.kl_coef": 0.5}, "algorithm.kl_coef", "0.5", "0", {"updates.skip_no_signal": True}),
-    ({"algorithm.entropy_coef": 0.5}, "algorithm.entropy_coef", "0.5", "0",
+    Idle({"algorithm.kl_coef": 0.5}, "algorithm.kl_coef", "0.5", "0",
      {"updates.skip_no_signal": True}),
-    ({}, "rollout.staleness", "0", "1", {"mesh.rollout_devices": 2}),
-    ({"train.steps": 8}, "train.steps", "8", "0", {"train.epochs": 2}),
-    ({"evaluate.every": 0}, "evaluate.every", "0", "8",
+    Idle({"algorithm.entropy_coef": 0.5}, "algorithm.entropy_coef", "0.5", "0",
+     {"updates.skip_no_signal": True}),
+    Idle({}, "rollout.staleness", "0", "1", {"mesh.rollout_devices": 2}),
+    Idle({"train.steps": 8}, "train.steps", "8", "0", {"train.epochs": 2}),
+    Idle({"evaluate.every": 0}, "evaluate.every", "0", "8",
      {"evaluate.samples": 4, "checkpoint.keep_best": 2}),
-    ({"evaluate.temperature": 0.0}, "evaluate.temperature", "0.0", "1.0", {"evaluate.samples": 4}),
+    Idle({"evaluate.temperature": 0.0}, "evaluate.temperature", "0.0", "1.0",
+     {"evaluate.samples": 4}),
 ]  # fmt: skip
 IDLE = [
-    (field, value, *reason) for *reason, fields in IDLE_BY_REASON for field, value in fields.items()
+    (field, value, reason) for reason in IDLE_BY_REASON for field, value in reason.fields.items()
 ]
 # Field, value, other changes of `tiny`: it has an effect, or its value is what holds anyway.
 ALLOWED = [
@@ -143,16 +161,15 @@ def _config(field, value, changes):
     return config
 
 
-@pytest.mark.parametrize(("field", "value", "changes", "other", "now", "better"), IDLE)
-def test_a_field_that_was_given_and_does_nothing_is_refused(
-    field, value, changes, other, now, better
-):
-    config = _config(field, value, changes)
-    line = f"{field} has no effect with {other} = {now}; add --config.{other}={better}"
+@pytest.mark.parametrize(("field", "value", "reason"), IDLE)
+def test_a_field_that_was_given_and_does_nothing_is_refused(field, value, reason):
+    config = _config(field, value, reason.changes)
+    flag = f"--config.{reason.decides}={reason.better}"
+    line = f"{field} has no effect with {reason.decides} = {reason.now}; add {flag}"
     assert line_of(validate, config, given=[field]) == line
     assert without_effect(config, field) == line
-    config = cli.override(config, [f"--config.{other}={better}"])
-    assert f"with {other} = " not in without_effect(config, field)
+    config = cli.override(config, [flag])
+    assert f"with {reason.decides} = " not in without_effect(config, field)
 
 
 def test_options_that_nobody_reads_are_refused():
@@ -178,8 +195,8 @@ def test_a_field_that_does_something_is_taken(field, value, changes):
 def test_every_condition_is_in_the_table():
     conditions = {when for row in FIELDS.values() for when in row.when}
     met = set()
-    for field, value, changes, *_ in IDLE:
-        config = _config(field, value, changes)
+    for field, value, reason in IDLE:
+        config = _config(field, value, reason.changes)
         met.add(next(when for when in FIELDS[field].when if not when.holds(config)))
     assert conditions == met
     assert {field for field, row in FIELDS.items() if row.when} == {field for field, *_ in IDLE}
@@ -192,11 +209,11 @@ def test_what_holds_without_an_effect_is_a_value_of_the_field():
 
 
 def test_what_may_change_later():
-    resumed = set(may_change(RUN))
+    resumed = set(may_change(RESUMED))
     assert {"log", "checkpoint", "mesh", "train", "model.attention"} <= resumed
     assert {"evaluate.every", "evaluate.samples", "evaluate.batch_size"} <= resumed
     assert len(resumed) == 8
-    begun = set(may_change(RUN, ORIGIN))
+    begun = set(may_change(RESUMED, NEW_RUN))
     assert resumed - begun == {"evaluate.every", "evaluate.samples", "evaluate.batch_size"}
     assert {"evaluate", "updates", "reward", "critic.clip", "algorithm.kl_coef"} <= begun
     assert begun.isdisjoint({"algorithm", "rollout", "data", "critic", "seed", "lora.rank"})

@@ -6,19 +6,17 @@ import json
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
+from small_runs import preset
 from test_prompts import encoded_set, prompts_of
 
 from specrl_jax.data.curriculum import SCHEDULES, PromptStream, make_stream, part_of
 
-SETTINGS = {"name": "uniform", "candidates": 4.0, "target": 0.5, "decay": 0.5,
-            "select": "nearest", "low": 0.0, "high": 1.0, "difficulty": "answer_len", "levels": 4,
-            "schedule": "gaussian", "sigma": 0.5, "mean_exponent": 0.5, "floor": True}  # fmt: skip
-
 
 def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
-    config = ConfigDict({"seed": seed, "rollout": {"prompts_per_step": size},
-                         "curriculum": SETTINGS | {"name": name} | changes})  # fmt: skip
+    config = preset("tiny")
+    config.seed = seed
+    config.rollout.prompts_per_step = size
+    config.curriculum.update(changes, name=name)
     return make_stream(config, encoded, total_steps)
 
 
@@ -30,7 +28,7 @@ def test_an_epoch_is_its_own_order_of_all_prompts_but_the_leftover():
     stream = PromptStream(encoded_set(11), 3, seed=5)
     assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
     for epoch in range(4):
-        assert (stream.epoch, stream.step) == (epoch, 0)
+        assert (stream.pass_index, stream.batch_index) == (epoch, 0)
         order = np.random.default_rng([5, epoch]).permutation(11)[:9]
         assert [p for _ in range(3) for p in prompts_of(stream.next())] == [f"{i}>" for i in order]
 
@@ -56,17 +54,19 @@ def test_resume_goes_on_exactly(name):
         assert any(json.loads(state)["waiting"] for state, *_ in expected)
 
 
-def test_peek_is_what_comes_next_and_goes_nowhere():
+def test_peek_equals_next_and_changes_nothing():
     stream = PromptStream(encoded_set(11), 3, seed=5)
     for _ in range(7):  # over two ends of an epoch
-        seen, place = prompts_of(stream.peek()), stream.host()
+        seen = prompts_of(stream.peek())
+        place = stream.host()
         assert prompts_of(stream.peek()) == seen
         assert stream.host() == place
         assert prompts_of(stream.next()) == seen
 
 
 def test_prompts_one_by_one_come_in_the_same_order():
-    stream, batches = PromptStream(encoded_set(11), 3, seed=5), PromptStream(encoded_set(11), 3, 5)
+    stream = PromptStream(encoded_set(11), 3, seed=5)
+    batches = PromptStream(encoded_set(11), 3, seed=5)
     expected = [p for _ in range(3) for p in prompts_of(batches.next())]
     assert prompts_of(stream.take(4)) + prompts_of(stream.take(0)) == expected[:4]
     assert prompts_of(stream.take(5)) == expected[4:]
@@ -75,7 +75,9 @@ def test_prompts_one_by_one_come_in_the_same_order():
 def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
     """Each is given out as often as it is drawn, never while it is in flight."""
     encoded = encoded_set(8)
-    stream, flying, count = PromptStream(encoded, 4, seed=5), [], collections.Counter()
+    stream = PromptStream(encoded, 4, seed=5)
+    flying = []
+    count = collections.Counter()
     rng = np.random.default_rng(0)
     for step in range(60):
         taken = stream.take(4 if step else 6, busy=flying)
@@ -86,7 +88,7 @@ def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
         for _ in range(4):  # some are done, in any order
             done = flying.pop(rng.integers(len(flying)))
             count[done] += 1
-        count_drawn = 4 * (2 * stream.epoch + stream.step)
+        count_drawn = 4 * (2 * stream.pass_index + stream.batch_index)
         waiting = len(stream.host()["waiting"])
         assert count.total() + len(flying) + waiting == count_drawn
         # What waits was passed over, or is the rest of a batch.
@@ -137,7 +139,8 @@ def test_stream_needs_enough_prompts(size):
 
 @pytest.mark.parametrize("name", ["uniform", "mopps", "easy_to_hard"])
 def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
-    stream, busy = stream_of(name, encoded_set(12)), []
+    stream = stream_of(name, encoded_set(12))
+    busy = []
     for _ in range(8):
         batch = stream.take(4, busy=busy)
         names = ids_of(batch)
@@ -221,7 +224,7 @@ SHARES = {
 
 @pytest.mark.parametrize(("schedule", "progress"), SHARES)
 def test_shares_of_levels_by_hand(schedule, progress):
-    settings = ConfigDict(SETTINGS)
+    settings = preset("tiny").curriculum
     shares = SCHEDULES[schedule](progress, 3, settings)
     assert shares.sum() == pytest.approx(1)
     for share, expected in zip(shares, SHARES[schedule, progress], strict=True):
@@ -244,7 +247,7 @@ def test_levels_are_drawn_by_their_shares(schedule):
         stream = stream_of("easy_to_hard", encoded, 1, seed, schedule=schedule, levels=0)
         stream.begin(7)
         count[len(stream.next().examples[0].answer)] += 1
-    shares = SCHEDULES[schedule](0.6, 2, ConfigDict(SETTINGS))
+    shares = SCHEDULES[schedule](0.6, 2, preset("tiny").curriculum)
     for length, share in zip((1, 2), shares, strict=True):
         error = 4 * np.sqrt(draws * share * (1 - share)) + 1e-9
         assert count[length] == pytest.approx(draws * share, abs=error)

@@ -11,7 +11,7 @@ from small_runs import line_of
 from specrl_jax.inputs import reward_terms
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.workers import Rewards
-from specrl_jax.types import PADDING
+from specrl_jax.types import FILLER_TASK
 
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}
 
@@ -50,7 +50,7 @@ NO_TERMS = ["math*", "math*x", "math*nan", "0.8*math", "a:b*0.5*2", "math*1_0", 
         ("math+", "a function has no name"),
     ],
 )
-def test_a_sum_that_is_none_is_told(name, reason):
+def test_a_malformed_sum_is_refused(name, reason):
     line = line_of(reward_terms, name)
     assert line.startswith("reward.name must be FUNCTION, or a sum as math*0.8+format*0.2")
     assert line.endswith(f"got {name!r}: {reason}")
@@ -86,7 +86,7 @@ def test_a_threshold_is_of_the_sum_and_a_failure_is_of_the_answer():
 
 def test_a_batch_is_scored_at_once_in_this_process():
     user_scorers._judged.clear()
-    tasks = ["", "", PADDING, ""]
+    tasks = ["", "", FILLER_TASK, ""]
     scores = score("user_scorers:judge*2+exact", ["aaaa", "a", "aaaaaaaa", "aa"], tasks=tasks)
     np.testing.assert_array_equal(scores.rewards, [2, 0.5, 0, 1])
     np.testing.assert_array_equal(scores.by_function["user_scorers:judge"], [1, 0.25, 0, 0.5])

@@ -1,5 +1,7 @@
 """Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -14,16 +16,27 @@ from specrl_jax.training.collect import TrainBatch
 from specrl_jax.types import Batch, Prompts
 
 
+class Update(NamedTuple):
+    """An update's mini-batch, and what it gave; on the host."""
+
+    row_ids: np.ndarray  # int32 [n]
+    mask: np.ndarray  # bool [B, R]
+    advantages: np.ndarray  # float32 [B, R]
+    nodes: np.ndarray  # int32 [n, R]
+    scalars: dict[str, np.ndarray]
+
+
 @pytest.fixture
 def watched(monkeypatch):
-    """Return the rows of each update, the batch with its mask, what is packed, and the sums."""
-    seen, real = [], learn.update
+    """Return the list that each `Update` is appended to."""
+    seen = []
+    real = learn.update
 
     def update(update_spec, state, batch, packed, **options):
         arrays = jax.device_get((packed.row_ids, batch.mask, batch.advantages, packed.nodes))
-        state, sums = real(update_spec, state, batch, packed, **options)
-        seen.append((*arrays, jax.device_get(sums)))
-        return state, sums
+        state, scalars = real(update_spec, state, batch, packed, **options)
+        seen.append(Update(*arrays, jax.device_get(scalars)))
+        return state, scalars
 
     monkeypatch.setattr(learn, "update", update)
     return seen
@@ -34,7 +47,7 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, watched):
     changes = {"updates.passes": 2, "train.steps": 1}
     loop.train(small_config(changes), tmp_path / "run")
     rows = np.arange(32).reshape(2, 16)
-    visited = [update[0] for update in watched]
+    visited = [update.row_ids for update in watched]
     np.testing.assert_array_equal(visited, [rows[0], rows[1], rows[0], rows[1]])
     (record,) = records(tmp_path / "run")[1:]
     assert record["update/lr"] == pytest.approx(0.02)
@@ -47,7 +60,8 @@ SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract":
 def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeypatch):
     """The same weights after a run of two steps, with these rows and without them."""
     monkeypatch.setattr(scoring, "chunk_tokens", lambda: 4 * 18)  # four sequences of eight
-    policies, computed = {}, {}
+    policies = {}
+    computed = {}
     for skip in (False, True):
         changes = SOME_SIGNAL | {"updates.skip_no_signal": skip, "train.steps": 2}
         run = tmp_path / str(skip)
@@ -79,9 +93,9 @@ def test_updates_take_pairs_of_a_group_by_their_advantages(mesh, tmp_path, watch
     steps = records(tmp_path / "run")[1:]
     for step in (0, 1):
         updates = watched[2 * step : 2 * step + 2]
-        pairs = np.concatenate([rows for rows, *_ in updates]).reshape(-1, 2)
+        pairs = np.concatenate([update.row_ids for update in updates]).reshape(-1, 2)
         assert len(pairs) == 16
-        advantages = updates[0][2][:, 0]
+        advantages = updates[0].advantages[:, 0]
         groups = np.sort(advantages.reshape(4, 8), axis=1)
         for best, worst in pairs:
             assert best // 8 == worst // 8
@@ -92,23 +106,23 @@ def test_updates_take_pairs_of_a_group_by_their_advantages(mesh, tmp_path, watch
             assert of_group[0] < of_group[7]  # a group without signal is never drawn
         share = len(np.unique(pairs)) / 32
         assert steps[step]["update/selected_fraction"] == share <= 1 / 2
-        for rows, mask, _, _, sums in updates:
-            assert sums["tokens"] == mask[rows].sum()
+        for update in updates:
+            assert update.scalars["tokens"] == update.mask[update.row_ids].sum()
     _assert_goes_on(PAIRS, tmp_path / "run", tmp_path / "parts")
 
 
 def test_updates_take_a_budget_of_tokens(mesh, tmp_path, watched):
     """20 of some 80 tokens of each mini-batch of 16 rows; two updates a step."""
     loop.train(small_config(BUDGET), tmp_path / "run")
-    assert [sums["tokens"] for *_, sums in watched] == [20] * 4
+    assert [update.scalars["tokens"] for update in watched] == [20] * 4
     steps = records(tmp_path / "run")[1:]
     for step, record in enumerate(steps):
         updates = watched[2 * step : 2 * step + 2]
-        taken = updates[0][1].any(axis=1)
+        taken = updates[0].mask.any(axis=1)
         assert record["update/selected_fraction"] == taken.mean() < 1 / 2
         assert record["update/budget_filled"] == 1
-        for rows, mask, _, nodes, _ in updates:
-            np.testing.assert_array_equal(nodes >= 0, mask[rows])
+        for update in updates:
+            np.testing.assert_array_equal(update.nodes >= 0, update.mask[update.row_ids])
     _assert_goes_on(BUDGET, tmp_path / "run", tmp_path / "parts")
 
 
@@ -119,15 +133,17 @@ def test_eight_devices_take_the_same_rows(make_mesh, tmp_path, watched, changes)
         with jax.set_mesh(make_mesh(*shape)):
             loop.train(small_config(changes | {"train.steps": 1}), tmp_path / str(shape[0]))
     for one, eight in zip(watched[:2], watched[2:], strict=True):
-        np.testing.assert_array_equal(one[0], eight[0])
-        np.testing.assert_array_equal(one[1], eight[1])
-        assert one[4]["loss"] == pytest.approx(eight[4]["loss"], rel=1e-4, abs=1e-6)
-        assert one[4]["grad_norm"] == pytest.approx(eight[4]["grad_norm"], rel=1e-4)
+        np.testing.assert_array_equal(one.row_ids, eight.row_ids)
+        np.testing.assert_array_equal(one.mask, eight.mask)
+        want = eight.scalars
+        assert one.scalars["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
+        assert one.scalars["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
     """Two functions and the price of length, each normalised in its group: by NumPy."""
-    collected, make_train_batch = [], loop.make_train_batch
+    collected = []
+    make_train_batch = loop.make_train_batch
 
     def watch_batch(run, state, rollouts, seconds):
         collected.append(rollouts[0].rewards.by_function)
@@ -140,7 +156,8 @@ def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, mon
         "updates.mini_batch_size": 32, "train.steps": 1,
     }  # fmt: skip
     loop.train(small_config(changes), tmp_path / "run")
-    ((_, mask, advantages, _, _),) = watched
+    (update,) = watched
+    mask = update.mask
     columns = [*collected[0].values(), -np.clip((mask.sum(axis=1) - 2) / 4, 0, 1)]
     total = np.zeros(32)
     for weight, column in zip([2.0, 1.0, 1.0], columns, strict=True):
@@ -150,7 +167,7 @@ def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, mon
         total += weight * normal.reshape(-1)
     assert all(np.ptp(column) > 0 for column in columns)
     expected = np.where(mask, (total / total.std(ddof=1))[:, None], 0)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-3, atol=2e-5)
+    np.testing.assert_allclose(update.advantages, expected, rtol=1e-3, atol=2e-5)
 
 
 def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
@@ -173,7 +190,7 @@ def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     got, values = learn.with_solutions(run, on_mesh, collected)
     got = jax.tree.map(np.asarray, got)
     assert values == {"update/solutions": pytest.approx(1 / 3)}
-    np.testing.assert_array_equal(np.flatnonzero(got.given), [15])
+    np.testing.assert_array_equal(np.flatnonzero(got.is_solution), [15])
     answer = run.responder.tokenizer.encode(examples[1].answer)
     np.testing.assert_array_equal(got.tokens[15], [0, 1, *answer, 1, *np.zeros(5), 8][:9])
     assert got.response_lens[15] == len(answer) + 1
@@ -249,13 +266,16 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
     assert steps[0]["critic/value_mean"] == 0
     assert steps[1]["critic/value_mean"] != 0
     assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in steps)
-    # Two updates a step: the schedule begins with the first step that is not frozen.
+    # Two updates a step: the schedule begins with the first step that the policy learns in.
     np.testing.assert_allclose([r["update/lr"] for r in steps], [0, 0, 0.02, 0.02], rtol=1e-6)
     arrays = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
-    policies, moments, critics = (
-        [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
-        for prefix in ("train.params.", "train.opt_state.", "train.critic.")
-    )
+
+    def parts_of(prefix):
+        return [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
+
+    policies = parts_of("train.params.")
+    moments = parts_of("train.opt_state.")
+    critics = parts_of("train.critic.")
     for parts in (policies, moments):
         assert all(np.array_equal(x, parts[1][n]) for n, x in parts[0].items())
         assert not all(np.array_equal(x, parts[2][n]) for n, x in parts[0].items())
