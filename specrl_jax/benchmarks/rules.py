@@ -58,7 +58,9 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
     epoch, at most 16. Raises ValueError in one line.
     """
-    config.rollout.draft = next(n for n, choice in DRAFT_SOURCES.items() if choice.previous)
+    config.rollout.draft = next(
+        n for n, choice in DRAFT_SOURCES.items() if choice.verifies_previous
+    )
     # Drafts then keep of π_old what any rule needs.
     config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
     run, params = build(config)

@@ -241,7 +241,7 @@ class AbstractRun:
     @functools.cached_property
     def drafts(self) -> Drafts | None:
         settings = self.config.rollout
-        if not (DRAFT_SOURCES[settings.draft].previous or settings.run_ahead):
+        if not (DRAFT_SOURCES[settings.draft].verifies_previous or settings.run_ahead):
             return None
         drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
         return jax.tree.map(lambda x: x.update(shape=(self.total_rows, *x.shape[1:])), drafts)

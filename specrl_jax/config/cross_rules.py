@@ -161,12 +161,12 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     weighted = accept.exact or accept.importance_weight is not None
     rule = f"0 {where} (it is not exact and has no importance weight)"
     cap = config.algorithm.importance_cap
-    yield "algorithm.importance_cap", rule, weighted or not (cap and drafts.previous)
+    yield "algorithm.importance_cap", rule, weighted or not (cap and drafts.verifies_previous)
     size = rollout.prompts_per_step
     rule = f"0 or >= rollout.prompts_per_step = {size}"
     yield "rollout.store_prompts", rule, not 0 < rollout.store_prompts < size
     rule = f"False {where} (it is not exact for responses that were not finished)"
-    runs_ahead = rollout.run_ahead and drafts.previous
+    runs_ahead = rollout.run_ahead and drafts.verifies_previous
     yield "rollout.run_ahead", rule, accept.samples_anew or not runs_ahead
 
 
@@ -252,7 +252,7 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
         return
     rollout = config.rollout
     accept = meaning(config, "rollout.accept")
-    previous = meaning(config, "rollout.draft").previous
+    previous = meaning(config, "rollout.draft").verifies_previous
     yield "rollout.partial", "0 where environment.name is set", not rollout.partial
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"

@@ -105,9 +105,11 @@ ANSWER_PART = When(
     "math",
 )
 OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")
-PREVIOUS = When("rollout.draft", lambda c: _draft(c).previous)
-STORED = When("rollout.draft", lambda c: _draft(c).previous or _draft(c).source is not None)
-TREE = When("rollout.draft", lambda c: _draft(c).source is not None)
+PREVIOUS = When("rollout.draft", lambda c: _draft(c).verifies_previous)
+STORED = When(
+    "rollout.draft", lambda c: _draft(c).verifies_previous or _draft(c).make_source is not None
+)
+TREE = When("rollout.draft", lambda c: _draft(c).make_source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
 FORKS = When("rollout.fork.segment", lambda c: c.rollout.fork.segment > 0, "4")
@@ -146,7 +148,7 @@ TOP_K = When("rollout.top_k", lambda c: c.rollout.top_k > 0, "20")
 BY_TOKEN = When("algorithm.objective", lambda c: not _compares_pairs(c))
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
 RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
-WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _old(c).by_update or _draft(c).previous)
+WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _old(c).by_update or _draft(c).verifies_previous)
 WEIGHTED_RULE = When(
     "rollout.accept", lambda c: _old(c).by_update or _rule(c).importance_weight is not None
 )

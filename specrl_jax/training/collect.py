@@ -151,7 +151,7 @@ class RunningAhead(WholeRollout):
         batch = super().batch(run, state, rollouts)
         run_ahead = state.run_ahead
         lens = hosts.fetch(run_ahead.drafts.lens) if run_ahead.prompt_ids else np.zeros(1)
-        if DRAFT_SOURCES[run.config.rollout.draft].previous:  # see `drafts_to_verify`
+        if DRAFT_SOURCES[run.config.rollout.draft].verifies_previous:  # see `drafts_to_verify`
             lens = np.where(rollouts[0].on_kept_noise, 0, lens)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
@@ -274,7 +274,7 @@ def _with_drafts(
     config = run.config.rollout
     prompts = inputs.prompts
     drafts = None
-    if DRAFT_SOURCES[config.draft].previous:
+    if DRAFT_SOURCES[config.draft].verifies_previous:
         drafts = previous
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)

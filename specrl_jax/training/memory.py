@@ -112,7 +112,7 @@ def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
         kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
     fields = "data.prompts rollout.group_size rollout.response_len"
     generations = rollout.draft_age
-    if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
+    if DRAFT_SOURCES[rollout.draft].make_source and rollout.tree.history > generations:
         generations = rollout.tree.history
         fields = f"rollout.tree.history {fields}"
     size = 4 * generations  # tokens; then log-probs and origins

@@ -125,31 +125,33 @@ class DraftChoice:
     """Meaning of a choice of `rollout.draft`."""
 
     # Earlier responses are verified by `rollout.accept`.
-    previous: bool = False
-    # Makes the draft source from `config.rollout`.
-    source: Callable[[Any], DraftSource] | None = None
+    verifies_previous: bool = False
+    # Draft source of `config.rollout`.
+    make_source: Callable[[Any], DraftSource] | None = None
     # The learned head proposes what the source does not (`learned`).
     head: bool = False
 
     @property
     def proposes(self) -> bool:
         """True where decode steps have drafts."""
-        return self.source is not None or self.head
+        return self.make_source is not None or self.head
 
     @property
     def drafts(self) -> bool:
         """True where there are drafts at all."""
-        return self.previous or self.proposes
+        return self.verifies_previous or self.proposes
 
 
 # `rollout.draft`. The only place where a source's name is written.
 DRAFT_SOURCES: dict[str, DraftChoice] = {
     "none": DraftChoice(),
-    "previous": DraftChoice(previous=True),
-    "tree": DraftChoice(source=SuffixDrafts.from_config),
+    "previous": DraftChoice(verifies_previous=True),
+    "tree": DraftChoice(make_source=SuffixDrafts.from_config),
     "head": DraftChoice(head=True),
-    "previous+tree": DraftChoice(previous=True, source=SuffixDrafts.from_config),
-    "previous+head": DraftChoice(previous=True, head=True),
-    "tree+head": DraftChoice(source=SuffixDrafts.from_config, head=True),
-    "previous+tree+head": DraftChoice(previous=True, source=SuffixDrafts.from_config, head=True),
+    "previous+tree": DraftChoice(verifies_previous=True, make_source=SuffixDrafts.from_config),
+    "previous+head": DraftChoice(verifies_previous=True, head=True),
+    "tree+head": DraftChoice(make_source=SuffixDrafts.from_config, head=True),
+    "previous+tree+head": DraftChoice(
+        verifies_previous=True, make_source=SuffixDrafts.from_config, head=True
+    ),
 }

@@ -17,7 +17,7 @@ from specrl_jax.sharding import shards
 
 def acceptance_rule(config) -> AcceptanceRule:
     """Return the rule of a config; MATCH where no previous response is verified."""
-    previous = DRAFT_SOURCES[config.rollout.draft].previous
+    previous = DRAFT_SOURCES[config.rollout.draft].verifies_previous
     return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
 
 
@@ -100,7 +100,7 @@ class RolloutSpec:
             prompt_slots=config.data.prompt_len,
             response_slots=settings.response_len,
             group_size=settings.group_size,
-            draft_source=drafts.source(settings) if drafts.source else None,
+            draft_source=drafts.make_source(settings) if drafts.make_source else None,
             draft_head=sampling if drafts.head else None,
             stored_logprobs=stored,
             max_width=settings.max_width if drafts.proposes else 1,

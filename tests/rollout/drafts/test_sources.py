@@ -76,7 +76,9 @@ def test_a_new_source_changes_no_token_and_saves_steps(make_mesh, source):
 
 
 def test_a_source_is_chosen_by_its_name(monkeypatch):
-    monkeypatch.setitem(DRAFT_SOURCES, "repeat", DraftChoice(source=lambda settings: RepeatLast()))
+    monkeypatch.setitem(
+        DRAFT_SOURCES, "repeat", DraftChoice(make_source=lambda settings: RepeatLast())
+    )
     config = small_config({"rollout.draft": "repeat", "rollout.max_width": 3})
     spec = RolloutSpec.from_config(config, ref.MODEL, eos_ids=(1,), pad_id=0)
     assert spec.draft_source == RepeatLast()
