@@ -303,12 +303,12 @@ def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: D
     share = run.config.rollout.refresh_unsolved
     if run.rollout_spec.accept.exact or not share:
         return drafts
-    unsolved = state.store.stuck(prompts)
-    group = len(drafts.lens) // len(unsolved)
-    left_out = np.zeros((len(unsolved), group), bool)
-    for row in np.flatnonzero(unsolved):
+    stuck = state.store.stuck(prompts)
+    group_size = len(drafts.lens) // len(stuck)
+    left_out = np.zeros((len(stuck), group_size), bool)
+    for row in np.flatnonzero(stuck):
         rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
-        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
+        left_out[row, rng.permutation(group_size)[: math.ceil(share * group_size)]] = True
     return without_drafts(drafts, left_out.reshape(-1))
 
 

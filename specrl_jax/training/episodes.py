@@ -42,8 +42,8 @@ class Turns(NamedTuple):
 
 def problems_of(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
     """Return answers, tasks and metadata of these rows, of `total` in all."""
-    group = total // len(prompts.examples)
-    examples = [prompts.examples[row // group] for row in rows]
+    group_size = total // len(prompts.examples)
+    examples = [prompts.examples[row // group_size] for row in rows]
     return (
         [example.answer for example in examples],
         [example.task for example in examples],

@@ -143,9 +143,11 @@ class Responder:
 
     def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
         """Return the answer part of each response, texts [B], to Q prompts; None without one."""
-        group = len(texts) // len(prompts.lens)
+        group_size = len(texts) // len(prompts.lens)
         begun = [self._begins_thought(prompts, q) for q in range(len(prompts.lens))]
-        return [self.thought_tags.answer_part(x, begun[i // group]) for i, x in enumerate(texts)]
+        return [
+            self.thought_tags.answer_part(x, begun[i // group_size]) for i, x in enumerate(texts)
+        ]
 
     def _begins_thought(self, prompts: Prompts, q: int) -> bool:
         """Return whether a prompt leaves a thought open: at its end, or in what is continued."""

@@ -36,16 +36,16 @@ def start_inputs(
     noise_steps: int [Q, G], the step whose noise each row uses. max_lens: int32 [B], where
     responses end; None: at R.
     """
-    group = spec.group_size
+    group_size = spec.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     if max_lens is None:
-        max_lens = np.full(len(last) * group, spec.response_slots)
+        max_lens = np.full(len(last) * group_size, spec.response_slots)
     return (
         noise_steps.reshape(-1).astype(np.uint32),
-        np.repeat(prompts.ids, group, axis=0),
-        np.repeat(prompts.lens.astype(np.int32), group),
+        np.repeat(prompts.ids, group_size, axis=0),
+        np.repeat(prompts.lens.astype(np.int32), group_size),
         max_lens.astype(np.int32),
-        np.repeat(last.astype(np.int32), group),
+        np.repeat(last.astype(np.int32), group_size),
     )
 
 
@@ -61,11 +61,11 @@ def start_rows(
     last: Array,
 ) -> Rows:
     """Start rows from host arrays [B], ids [B, 2]. The call puts all of them on the device."""
-    group = spec.group_size
+    group_size = spec.group_size
     noise_steps = reshard(noise_steps, "batch")
     ids = reshard(ids, "batch", None)
     prompt_lens = reshard(prompt_lens, "batch")
-    samples = jnp.tile(jnp.arange(group, dtype=jnp.int32), len(last) // group)
+    samples = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), len(last) // group_size)
     samples = reshard(samples, "batch")
     empty = Rollout.empty(len(prompt_lens), spec.columns, spec.stored_logprobs)
     last_state = None
