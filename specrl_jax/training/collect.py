@@ -278,7 +278,7 @@ def _with_drafts(
         drafts = previous
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
-        drafts = _without_unsolved(run, state, prompts, drafts)
+        drafts = _without_stuck(run, state, prompts, drafts)
     drafts = run.collector.drafts_to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.draft_history:
@@ -294,10 +294,10 @@ def _with_drafts(
     )
 
 
-def _without_unsolved(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
-    """Leave out a share of the drafts of unsolved groups, other samples at every visit.
+def _without_stuck(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
+    """Leave out a share of the drafts of stuck groups, other samples at every visit.
 
-    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
+    A group is stuck while its responses are all wrong: all reused, it would be so for ever. An exact rule
     keeps all: its tokens are exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved

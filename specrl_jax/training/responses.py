@@ -145,9 +145,8 @@ class Responder:
         """Return the answer part of each response, texts [B], to Q prompts; None without one."""
         group_size = len(texts) // len(prompts.lens)
         begun = [self._begins_thought(prompts, q) for q in range(len(prompts.lens))]
-        return [
-            self.thought_tags.answer_part(x, begun[i // group_size]) for i, x in enumerate(texts)
-        ]
+        begun_rows = np.repeat(begun, group_size).tolist()
+        return [self.thought_tags.answer_part(x, b) for x, b in zip(texts, begun_rows)]
 
     def _begins_thought(self, prompts: Prompts, q: int) -> bool:
         """Return whether a prompt leaves a thought open: at its end, or in what is continued."""
