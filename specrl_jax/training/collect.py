@@ -297,8 +297,8 @@ def _with_drafts(
 def _without_stuck(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
     """Leave out a share of the drafts of stuck groups, other samples at every visit.
 
-    A group is stuck while its responses are all wrong: all reused, it would be so for ever. An exact rule
-    keeps all: its tokens are exact only if no reward decides which drafts it sees.
+    A group is stuck while its responses are all wrong: all reused, it would be so for ever. An
+    exact rule keeps all: its tokens are exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
     if run.rollout_spec.accept.exact or not share:
