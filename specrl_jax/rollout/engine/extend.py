@@ -35,7 +35,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.decode import ShardSizes, append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import OnePass
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
@@ -139,6 +139,17 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `Prefixes`
 
 
+class RolloutInputs(NamedTuple):
+    """Rows of a rollout, B, as `extend` and `feed` read them."""
+
+    all_rows: Rows  # [B], with the tokens that they hold
+    # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
+    # has no drafts.
+    drafts: Drafts | None
+    log_lenience: Array  # log ℓ, float32, nats
+    shard_sizes: ShardSizes
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
 def extend(
     spec: RolloutSpec,
@@ -146,17 +157,10 @@ def extend(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
+    inputs: RolloutInputs,
     prefixes: Prefixes,
-    stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch with the rows of `prefixes` in its free slots.
-
-    all_rows: [B], with the tokens that they hold; those of `prefixes` begin. drafts: [B], for the
-    acceptance rule to verify; a draft begins with what its row holds. None: the run has no drafts.
-    log_lenience: nats.
 
     Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
     `decode.count_unfinished` returns.
@@ -187,16 +191,14 @@ def extend(
             block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
             cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
-            begun, new = begin_rows(
-                spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
-            )
+            begun, new = begin_rows(spec, buckets.draft_columns, model, hidden, inputs, block)
             return cache, put_rows(rows, begun, block.batch_slots), counts + new
 
         return jax.lax.fori_loop(0, prefixes.blocks[chunk], run_block, state)
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, run_chunk, state)
-    return cache, rows, counts, count_unfinished(rows, stop)
+    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
 
 
 def _free_slots(done: Array, index: Array) -> Array:
@@ -244,9 +246,7 @@ def begin_rows(
     columns: int,
     model: Transformer,
     hidden: Array,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
+    inputs: RolloutInputs,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
@@ -254,7 +254,8 @@ def begin_rows(
     hidden: [m, T, D]; `block.nodes` are the rows' slots in it. columns: draft tokens of a row that
     are checked together. Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
-    rows = gather(all_rows, block.row_ids)
+    rows = gather(inputs.all_rows, block.row_ids)
+    drafts = inputs.drafts
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
@@ -277,7 +278,7 @@ def begin_rows(
         stored = _take_drafts(drafts, block.row_ids, rows.lens, width)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens = _verify(
-            spec, columns, rows, stored, draft_len, log_lenience, policy_after
+            spec, columns, rows, stored, draft_len, inputs.log_lenience, policy_after
         )
     weigh = None if residual is None else residual.weigh
     new = policy_after(accepted, 1).sample(weigh)

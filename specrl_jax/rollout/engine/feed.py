@@ -23,8 +23,8 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished
-from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.decode import count_unfinished
+from specrl_jax.rollout.engine.extend import RolloutInputs, RowBlock, begin_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -96,15 +96,12 @@ def feed(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
+    inputs: RolloutInputs,
     fed: Fed,
-    stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch in which the rows of `fed` have gone on in their slots.
 
-    Arguments and results: as of `extend`.
+    Arguments and results: see `extend`.
     """
     model = Transformer(spec.model, weights)
     fed = fed.on_mesh()
@@ -112,22 +109,20 @@ def feed(
     def run_block(number: Array, state: tuple) -> tuple:
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
-        begun = gather(all_rows, block.row_ids)
-        texts = _texts(begun, drafts, block.row_ids, buckets.slots)
+        begun = gather(inputs.all_rows, block.row_ids)
+        texts = _texts(begun, inputs.drafts, block.row_ids, buckets.slots)
         own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
         windows = fed.windows[number]
         own, hidden = _feed_block(
             spec, weights, buckets.feed_columns, windows, own, begun, texts, starts
         )
         cache = copy_rows(cache, own, block.batch_slots)
-        begun, new = begin_rows(
-            spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
-        )
+        begun, new = begin_rows(spec, buckets.draft_columns, model, hidden, inputs, block)
         return cache, put_rows(rows, begun, block.batch_slots), counts + new
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
-    return cache, rows, counts, count_unfinished(rows, stop)
+    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
 
 
 def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:

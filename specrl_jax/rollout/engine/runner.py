@@ -23,8 +23,8 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
+from specrl_jax.rollout.engine.extend import Prefixes, RolloutInputs, extend, pack_prefixes
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import (
@@ -71,13 +71,15 @@ class Requests:
         return len(self.done) // shards("batch")
 
     @property
-    def shard_train_rows(self) -> int:
-        return self.num_train_rows // shards("batch")
+    def shard_sizes(self) -> ShardSizes:
+        """Rows of a shard, those to train on and all, as the programs read them."""
+        train_rows = self.num_train_rows // shards("batch")
+        return ShardSizes(np.int32(train_rows), np.int32(self.shard_rows))
 
     def trained(self, row_ids: np.ndarray) -> np.ndarray:
         """Mark those of the rows int [n] that are to train on, bool [n]; padding is not."""
         inside = (row_ids >= 0) & (row_ids < len(self.done))
-        return inside & (row_ids % self.shard_rows < self.shard_train_rows)
+        return inside & (row_ids % self.shard_rows < self.shard_sizes.train_rows)
 
 
 @dataclasses.dataclass
@@ -220,17 +222,21 @@ class Runner:
     def _bring_up_to_date(self, program: Callable, packed: Prefixes | Fed) -> None:
         """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
+        requests = self.requests
+        inputs = RolloutInputs(
+            self.all_rows,
+            requests.drafts,
+            np.float32(requests.log_lenience),
+            requests.shard_sizes,
+        )
         self.cache, self.rows, counts, unfinished = program(
             self.spec,
             self.buckets,
             self.weights,
             self.cache,
             self.rows,
-            self.all_rows,
-            self.requests.drafts,
-            np.float32(self.requests.log_lenience),
+            inputs,
             packed,
-            self.stop_condition(),
         )
         verified, accepted = self._read(counts, unfinished).tolist()
         self.draft_state_stale = True
@@ -242,8 +248,7 @@ class Runner:
 
     def stop_condition(self, **bounds: Any) -> StopCondition:
         """Return the condition of `bounds`, as in `StopCondition.of`."""
-        requests = self.requests
-        return StopCondition.of(requests.shard_train_rows, requests.shard_rows, **bounds)
+        return StopCondition.of(self.requests.shard_sizes, **bounds)
 
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Run decode steps of one width.

@@ -17,8 +17,8 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.all_rows import NoiseKey, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.decode import ShardSizes
+from specrl_jax.rollout.engine.extend import RolloutInputs, extend, pack_prefixes
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Source
@@ -376,11 +376,15 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        stop = StopCondition.of(B // pieces // 2, B // pieces)
+        inputs = RolloutInputs(
+            ref.put_rows(case.rows),
+            ref.put_rows(case.drafts),
+            np.float32(LOG_LENIENCE),
+            ShardSizes(B // pieces // 2, B // pieces),
+        )
         cache, rows, got, left = extend(
-            case.spec, case.buckets, weights, before, ref.put_rows(batch),
-            ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
-            prefixes, stop,
+            case.spec, case.buckets, weights, before, ref.put_rows(batch), inputs,
+            prefixes,
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
