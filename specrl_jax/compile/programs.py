@@ -99,7 +99,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     most = buckets.sizes[0]
     yield _program(
         f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
-        shapes.batch_rows(most), shapes.inputs, shapes.prefixes, runs_model=True,
+        shapes.batch_rows(most), shapes.inputs, shapes.texts, runs_model=True,
         kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
     )  # fmt: skip
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}

@@ -37,7 +37,7 @@ from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import Prefixes, RolloutInputs, pack_prefixes
+from specrl_jax.rollout.engine.extend import PackedTexts, RolloutInputs, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
@@ -124,16 +124,16 @@ class RolloutShapes:
         return RolloutInputs(self.all_rows, self.drafts, log_lenience, ShardSizes(number, number))
 
     @functools.cached_property
-    def prefixes(self) -> Prefixes:
+    def texts(self) -> PackedTexts:
         nothing = np.zeros((0, self.spec.prompt_slots + self.spec.response_slots), np.int32)
         none = nothing[:, 0]
-        pieces = self.buckets.multiple
-        return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
+        pieces = self.buckets.shards
+        return on_host(pack_texts(self.buckets, nothing, none, [none] * pieces, none))
 
     @functools.cached_property
     def fed(self) -> Fed:
         none = np.zeros(0, np.int32)
-        return on_host(pack_fed(self.buckets, self.rows // self.buckets.multiple, *[none] * 5))
+        return on_host(pack_fed(self.buckets, self.rows // self.buckets.shards, *[none] * 5))
 
     @functools.cached_property
     def rollout(self) -> Rollout:

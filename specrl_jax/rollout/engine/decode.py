@@ -26,7 +26,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.one_pass import OnePass, distributions
+from specrl_jax.rollout.one_pass import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
@@ -175,7 +175,7 @@ def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tup
 
 def policy_at(
     spec: RolloutSpec, rows: Rows, first: Array, model: Transformer, hidden: Array
-) -> TokenDistributions | OnePass:
+) -> TokenDistributions | FusedDistributions:
     """Return the policy at response positions from `first` int32 [b] on; hidden: [b, T, D]."""
     positions = first[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
     positions = reshard(positions, "batch", None)

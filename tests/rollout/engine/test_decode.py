@@ -16,7 +16,7 @@ from specrl_jax.rollout.engine.decode import (
     count_unfinished,
     decode_steps,
 )
-from specrl_jax.rollout.engine.extend import RolloutInputs, extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import RolloutInputs, extend, pack_texts
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
 
@@ -39,9 +39,9 @@ def begin(spec, weights, prompts, max_lens=None):
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
-    prefixes = pack_prefixes(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
+    packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
     inputs = RolloutInputs(all_rows, None, np.float32(0), ShardSizes(count, count))
-    return extend(spec, buckets, weights, cache, rows, inputs, prefixes)[:2]
+    return extend(spec, buckets, weights, cache, rows, inputs, packed)[:2]
 
 
 def index_of(tokens, lens):

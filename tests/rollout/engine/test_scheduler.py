@@ -67,7 +67,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._spy(monkeypatch, "extend", self._begun)
+        self._spy(monkeypatch, "admit", self._begun)
         self._spy(monkeypatch, "compact", lambda runner, size: ("compact", size))
         self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
 
@@ -165,8 +165,8 @@ def test_who_waits_by_hand(make_mesh):
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
-    assert scheduler.waiting == [[1, 0], [5]]
-    assert scheduler.next_step == [[2, 3], [6, 7]]
+    assert scheduler.train_queues == [[1, 0], [5]]
+    assert scheduler.run_ahead_queues == [[2, 3], [6, 7]]
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, base):
