@@ -1,8 +1,9 @@
 """`feed` lets rows go on in the slots of the running batch that they already have.
 
 A row whose turn has ended keeps its slot and its keys. `feed` computes the environment's answer and
-the draft of the next turn, a window of a few tokens at a time, and attends to the row's own keys.
-So every token of an episode is computed once. Then the row begins as in `extend` (`begin_rows`).
+the draft of the next turn, a window of `feed_width` tokens at a time, and attends to the row's own
+keys. So every token of an episode is computed once. Then the row begins as in `extend`
+(`begin_rows`).
 
     slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
     tokens          a b c | x y | o p | d e        a turn, the answer, a draft
