@@ -139,7 +139,7 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-class RolloutInputs(NamedTuple):
+class RowInputs(NamedTuple):
     """Rows of a rollout, B, as `extend` and `feed` read them."""
 
     all_rows: Rows  # [B], with the tokens that they hold
@@ -157,7 +157,7 @@ def extend(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: RolloutInputs,
+    inputs: RowInputs,
     texts: PackedTexts,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
@@ -251,7 +251,7 @@ def begin_rows(
     verify_width: int,
     model: Transformer,
     hidden: Array,
-    inputs: RolloutInputs,
+    inputs: RowInputs,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.

@@ -24,7 +24,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import PackedTexts, RolloutInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import PackedTexts, RowInputs, extend, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import (
@@ -223,7 +223,7 @@ class Runner:
         """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
         requests = self.requests
-        inputs = RolloutInputs(
+        inputs = RowInputs(
             self.all_rows,
             requests.drafts,
             np.float32(requests.log_lenience),
