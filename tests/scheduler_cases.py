@@ -11,11 +11,11 @@ PROMPTS = ref.random_prompts()
 MAX_LENS = np.random.default_rng(1).integers(1, R + 1, B).astype(np.int32)
 
 
-def spec_of(width=1, **kwargs):
+def make_spec(width=1, **kwargs):
     return ref.match_spec(width, **{"eos": NEVER, "stored_logprobs": 3} | kwargs)
 
 
-def go(spec, max_lens=MAX_LENS, prompts=PROMPTS, **kwargs):
+def run_rollout(spec, max_lens=MAX_LENS, prompts=PROMPTS, **kwargs):
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     return ref.run(spec, weights, prompts, 1, max_lens=max_lens, **kwargs)
 

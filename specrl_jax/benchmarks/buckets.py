@@ -150,7 +150,7 @@ def simulate(
     nothing = np.zeros(len(lens), np.int32)
     with jax.sharding.use_abstract_mesh(mesh):
         size = SIZES["tiny"]  # of whose model and prompts no decision depends
-        buckets = Buckets(size.model, at_once, prompt_len, int(lens.max()), count, multiple=shards)
+        buckets = Buckets(size.model, at_once, prompt_len, int(lens.max()), count, shards=shards)
         requests = Requests(
             prompts=random_prompts(size, len(lens)),
             noise_steps=np.zeros((len(lens) // GROUP, GROUP), int),
@@ -184,7 +184,7 @@ class SimulatedRunner:
         self.buckets = buckets
         self.requests = requests
         self.size = buckets.sizes[0]
-        shape = (buckets.multiple, self.size // buckets.multiple)
+        shape = (buckets.shards, self.size // buckets.shards)
         self.left = np.zeros(shape, int)  # tokens that are still to be decoded
         self.filled = np.zeros(shape, int)  # slots that a step reads
         self.decode_runs: list[tuple[int, int, int]] = []  # see `Stats`
@@ -198,7 +198,7 @@ class SimulatedRunner:
     unfinished_train = unfinished_all
     stop_condition = Runner.stop_condition
 
-    def extend(self, row_ids: Sequence[np.ndarray]) -> None:
+    def admit(self, row_ids: Sequence[np.ndarray]) -> None:
         """Let rows begin, each with its first token."""
         for shard, rows in enumerate(row_ids):
             free = np.flatnonzero(self.left[shard] == 0)[: len(rows)]
@@ -224,7 +224,7 @@ class SimulatedRunner:
 
     def compact(self, size: int) -> None:
         order = np.argsort(self.left == 0, axis=1, kind="stable")
-        order = order[:, : size // self.buckets.multiple]
+        order = order[:, : size // self.buckets.shards]
         self.left = np.take_along_axis(self.left, order, axis=1)
         self.filled = np.take_along_axis(self.filled, order, axis=1)
         self.size = size

@@ -15,7 +15,7 @@ from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.benchmarks.rollout import SIZES, Log, Report, seconds_of
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import pack_prefixes
+from specrl_jax.rollout.engine.extend import pack_texts
 
 ROWS = 8_192  # of a step
 # Seconds of the paper's step with drafts on eight H100s: rollout, verification and assembly, both
@@ -86,7 +86,7 @@ def _pack_as_they_begin(model, host: RowTokens) -> None:
         prompt_slots=host.tokens.shape[1] - host.slots,
         response_slots=host.slots,
         row_buckets=1,
-        multiple=shards,
+        shards=shards,
     )
     begin = buckets.refill
     for first in range(0, own - begin + 1, begin):
@@ -94,4 +94,4 @@ def _pack_as_they_begin(model, host: RowTokens) -> None:
         chosen = np.concatenate([x + shard * own for shard, x in enumerate(index)])
         tokens = host.tokens[chosen]
         lens = host.prompt_lens[chosen] + host.response_lens[chosen]
-        pack_prefixes(buckets, tokens, lens, index, host.response_lens[chosen])
+        pack_texts(buckets, tokens, lens, index, host.response_lens[chosen])

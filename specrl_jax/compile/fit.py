@@ -127,7 +127,7 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
     scores = 0
     if "packed" not in model.kernels:
         scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")
-    logits = 4 * buckets.draft_columns * model.vocab_size // shards("vocab")
+    logits = 4 * buckets.verify_width * model.vocab_size // shards("vocab")
     row = buckets.slots * slot
     if shapes.spec.turns:  # the states of `feed`
         row += buckets.slots * itemsize * model.embed_dim

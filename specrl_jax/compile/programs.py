@@ -95,13 +95,12 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     """
     spec = shapes.spec
     buckets = shapes.buckets
-    stop = on_host(StopCondition.of(1, 1))
-    number = jax.ShapeDtypeStruct((), np.float32)
+    stop = on_host(StopCondition.of(shapes.inputs.shard_sizes))
     most = buckets.sizes[0]
     yield _program(
         f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
-        shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number, shapes.prefixes, stop,
-        runs_model=True, kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
+        shapes.batch_rows(most), shapes.inputs, shapes.texts, runs_model=True,
+        kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
     )  # fmt: skip
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     others = (shapes.all_rows, shapes.drafts)
@@ -118,8 +117,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
         if spec.turns:
             yield _program(
                 f"{prefix}feed {size}", feed, spec, buckets, shapes.weights, cache, rows,
-                shapes.all_rows, shapes.drafts, number, shapes.fed, stop, runs_model=True,
-                kept=shapes.weights["stacked"],
+                shapes.inputs, shapes.fed, runs_model=True, kept=shapes.weights["stacked"],
             )  # fmt: skip
             yield _program(f"{prefix}release {size}", release, rows, over)
         if smaller := buckets.size_below(size):

@@ -36,7 +36,8 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
+from specrl_jax.rollout.engine.decode import ShardSizes
+from specrl_jax.rollout.engine.extend import PackedTexts, RowInputs, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
@@ -117,16 +118,22 @@ class RolloutShapes:
         return abstract(lambda: init_cache(self.spec.model, rows, self.buckets.slots, has_head))
 
     @functools.cached_property
-    def prefixes(self) -> Prefixes:
+    def inputs(self) -> RowInputs:
+        number = jax.ShapeDtypeStruct((), np.int32)
+        log_lenience = jax.ShapeDtypeStruct((), np.float32)
+        return RowInputs(self.all_rows, self.drafts, log_lenience, ShardSizes(number, number))
+
+    @functools.cached_property
+    def texts(self) -> PackedTexts:
         nothing = np.zeros((0, self.spec.prompt_slots + self.spec.response_slots), np.int32)
         none = nothing[:, 0]
-        pieces = self.buckets.multiple
-        return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
+        pieces = self.buckets.shards
+        return on_host(pack_texts(self.buckets, nothing, none, [none] * pieces, none))
 
     @functools.cached_property
     def fed(self) -> Fed:
         none = np.zeros(0, np.int32)
-        return on_host(pack_fed(self.buckets, self.rows // self.buckets.multiple, *[none] * 5))
+        return on_host(pack_fed(self.buckets, self.rows // self.buckets.shards, *[none] * 5))
 
     @functools.cached_property
     def rollout(self) -> Rollout:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots
-from specrl_jax.rollout.one_pass import OnePass
+from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
 from specrl_jax.types import TokenColumns
 
@@ -107,7 +107,7 @@ class AcceptanceRule:
         raise NotImplementedError
 
     def look(
-        self, draft: DraftTokens, policy: TokenDistributions | OnePass
+        self, draft: DraftTokens, policy: TokenDistributions | FusedDistributions
     ) -> tuple[Array, TokenColumns, Any]:
         """Look at t draft tokens of each row; all draft tokens before them were kept.
 

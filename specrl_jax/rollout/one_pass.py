@@ -34,20 +34,20 @@ def distributions(
     positions: Array,
     config: SamplingConfig,
     k: int = 0,
-) -> "TokenDistributions | OnePass":
+) -> "TokenDistributions | FusedDistributions":
     """Return the policy's distributions in its hidden states [B, T, D].
 
     They keep no logits if the run uses the head's kernel, unless top-k, top-p or k > 0 need them.
     Other arguments: as the fields of `TokenDistributions`.
     """
     if KERNEL in model.config.kernels and not config.truncates and not k:
-        return OnePass(model, hidden, seeds, positions, config)
+        return FusedDistributions(model, hidden, seeds, positions, config)
     return TokenDistributions.of(model.logits(hidden), seeds, positions, config, k)
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePass:
-    """Distributions of the policy in hidden states; it samples tokens and scores them."""
+class FusedDistributions:
+    """Distributions whose logits are never stored: the head's kernel samples and scores."""
 
     model: Transformer
     hidden: Array  # [B, T, D], after the final norm
@@ -81,7 +81,7 @@ class OnePass:
         return _with_logprobs(_reduce(self, _is_given, tokens), tokens)
 
 
-def _reduce(policy: OnePass, weigh: Callable[..., Array], *values: Array) -> Columns:
+def _reduce(policy: FusedDistributions, weigh: Callable[..., Array], *values: Array) -> Columns:
     """Reduce the policy's logits to their columns; arguments as in `head_gpu.reduce_columns`."""
     from specrl_jax.models import head_gpu
 
@@ -95,14 +95,14 @@ def _reduce(policy: OnePass, weigh: Callable[..., Array], *values: Array) -> Col
     return head_gpu.reduce_columns(policy.hidden, head_VD, rows, values, finish, weigh)
 
 
-def _most_likely(policy: OnePass) -> tuple[Columns, Array]:
+def _most_likely(policy: FusedDistributions) -> tuple[Columns, Array]:
     """Return the likeliest tokens [B, T], of equally likely ones the first, and their columns."""
     columns = _reduce(policy, _is_likely)
     top = jnp.max(columns.logits, axis=(-2, -1), keepdims=True)
     return columns, jnp.min(jnp.where(columns.logits == top, columns.ids, MAX_INT), axis=(-2, -1))
 
 
-def _race(policy: OnePass) -> tuple[Columns, Array]:
+def _race(policy: FusedDistributions) -> tuple[Columns, Array]:
     """Return sampled tokens [B, T], and their columns."""
     columns = _reduce(policy, _wins, *noise_keys(policy.seeds, policy.positions))
     noise = functools.partial(exponentials, policy.seeds, policy.positions)

@@ -105,7 +105,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
         run = run_of(KINDS[kind], **{"rollout.prompts_per_step": 16, "data.prompts": 16})
         need = fit.estimate(run.kept, run.training)
         kept = device_bytes(run.kept)
-        rows = run.training.buckets.sizes[0] // run.training.buckets.multiple
+        rows = run.training.buckets.sizes[0] // run.training.buckets.shards
         listed = list(programs.rollout_programs(run.training))
         compiled = programs.compile_all(listed)
         most = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)

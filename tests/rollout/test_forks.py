@@ -42,13 +42,13 @@ def grown(make_mesh):
     packed = []
 
     def spy(buckets, tokens, lens, *rest):
-        prefixes = pack(buckets, tokens, lens, *rest)
-        packed.append((tokens, lens, prefixes))
-        return prefixes
+        texts = pack(buckets, tokens, lens, *rest)
+        packed.append((tokens, lens, texts))
+        return texts
 
     with jax.set_mesh(make_mesh(1, 1, 1)), pytest.MonkeyPatch.context() as patch:
-        pack = runner.pack_prefixes
-        patch.setattr(runner, "pack_prefixes", spy)
+        pack = runner.pack_texts
+        patch.setattr(runner, "pack_texts", spy)
         _, weights = ref.policy()
         result = grow(make_spec(forks=FORKS, **PLAIN), weights)
     return result, host(result.rollout), weights, packed
@@ -95,20 +95,18 @@ def test_rows_that_forked_are_extended_as_one_trie(grown):
     The prompts begin with other tokens, so that groups share none.
     """
     groups, shared = 0, 0
-    for tokens, lens, prefixes in grown[3]:
+    for tokens, lens, texts in grown[3]:
         rows = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens, strict=True)]
         count = len(rows)
-        chunk = np.searchsorted(prefixes.first_row[0], np.arange(count), side="right")
-        by_row = dict(
-            zip(prefixes.row_ids[0, :count].tolist(), zip(chunk, prefixes.nodes[0, :count]))
-        )
+        chunk = np.searchsorted(texts.first_row[0], np.arange(count), side="right")
+        by_row = dict(zip(texts.row_ids[0, :count].tolist(), zip(chunk, texts.nodes[0, :count])))
         for first in {row[0] for row in rows}:
             own = [row for row in rows if row[0] == first]
             distinct = {row[:n] for row in own for n in range(1, len(row) + 1)}
             mine = range((first - 5) * G, (first - 4) * G)
             nodes = [by_row[row] for row in mine if row in by_row]
             computed = {(c, x) for c, path in nodes for x in path[path >= 0].tolist()}
-            if len(distinct) <= prefixes.sequences.tokens.shape[2]:
+            if len(distinct) <= texts.sequences.tokens.shape[2]:
                 assert len(computed) == len(distinct)
                 shared += sum(map(len, own)) - len(distinct)
                 groups += 1

@@ -13,7 +13,7 @@ from specrl_jax.models import head_gpu
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.head import KERNEL
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.one_pass import OnePass, distributions
+from specrl_jax.rollout.one_pass import FusedDistributions, distributions
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 
@@ -52,7 +52,7 @@ def draw_arrays(model: ModelConfig, batch: int, width: int, seed: int = 0) -> li
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def sample_and_score(model, config, head, states, seeds, positions, given):
     policy = policy_of(model, head, states, seeds, positions, config)
-    assert isinstance(policy, OnePass) == bool(model.kernels)
+    assert isinstance(policy, FusedDistributions) == bool(model.kernels)
     return policy.sample(), policy.score(given)
 
 

@@ -116,7 +116,7 @@ SLOW = ("ratio", "head, shards, few rows", "tree, few rows")
 def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monkeypatch):
     """Tokens, log-probs, where they come from, and what drafts kept; whoever waits for whom."""
     pieces, options = CASES[case]
-    monkeypatch.setattr("specrl_jax.rollout.engine.buckets.FEED_COLUMNS", {"cpu": 5})
+    monkeypatch.setattr("specrl_jax.rollout.engine.buckets.FEED_WIDTH", {"cpu": 5})
     with jax.set_mesh(make_mesh(pieces, pieces, pieces)):
         params, weights = ref.policy()
         _, older_weights = ref.policy(0.15)

@@ -13,7 +13,7 @@ differs from the draft token ends the step. So a draft changes no token: it only
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.one_pass import OnePass, distributions
+from specrl_jax.rollout.one_pass import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
@@ -34,6 +34,13 @@ from specrl_jax.sharding import axes, reshard, shards
 from specrl_jax.types import Source, TokenColumns
 
 _MOST = np.int32(np.iinfo(np.int32).max)
+
+
+class ShardSizes(NamedTuple):
+    """Numbers of rows of a rollout on each shard; int32."""
+
+    train_rows: Array  # rows to train on: the first ones
+    rows: Array
 
 
 @jax.tree_util.register_dataclass
@@ -45,14 +52,12 @@ class StopCondition:
     max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
     refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can begin there
     max_left: Array  # unfinished rows to train on of all shards together, at most
-    shard_train_rows: Array  # rows to train on, of each shard: the first of its rows
-    shard_rows: Array  # rows of the rollout, of each shard
+    shard_sizes: ShardSizes
 
     @classmethod
     def of(
         cls,
-        shard_train_rows: int,
-        shard_rows: int,
+        shard_sizes: ShardSizes,
         *,
         max_steps: int = int(_MOST),
         max_unfinished: int = 0,
@@ -61,7 +66,7 @@ class StopCondition:
     ) -> "StopCondition":
         """Return the condition. refill_at: int, or int [shards].
 
-        Its numbers stay on the host: a device array for each would cost half a millisecond a run.
+        Its numbers stay on the host: a device array for each would cost half a millisecond a call.
         """
         bounds = np.broadcast_to(refill_at, shards("batch")).astype(np.int32)
         return cls(
@@ -69,8 +74,7 @@ class StopCondition:
             np.int32(max_unfinished),
             bounds,
             np.int32(max_left),
-            np.int32(shard_train_rows),
-            np.int32(shard_rows),
+            shard_sizes,
         )
 
 
@@ -102,7 +106,7 @@ def decode_steps(
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
-        train, every = count_unfinished(rows, stop).T
+        train, every = count_unfinished(rows, stop.shard_sizes).T
         more = (jnp.sum(train) > stop.max_left) & (steps < stop.max_steps)
         more &= jnp.max(every) > stop.max_unfinished
         return more & jnp.all(every > stop.refill_at)
@@ -110,7 +114,7 @@ def decode_steps(
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    return cache, rows, draft_state, steps, counts, count_unfinished(rows, stop)
+    return cache, rows, draft_state, steps, counts, count_unfinished(rows, stop.shard_sizes)
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
@@ -119,8 +123,8 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     model = Transformer(spec.model, weights)
     head_cache = cache[spec.model.num_layers :]
     cache = cache[: spec.model.num_layers]
-    # If nobody needs a row's keys and values, the row feeds its first slots: kernels then read no
-    # other slots of it. A row that waits for its environment keeps its keys and values.
+    # A finished row feeds slot 0, so kernels read few of its slots. A row that waits for its
+    # environment keeps its position, and so its keys and values.
     gone = rows.index == PADDING if spec.turns else rows.done
     start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
@@ -151,10 +155,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
 
 
-def count_unfinished(rows: Rows, stop: StopCondition) -> Array:
+def count_unfinished(rows: Rows, sizes: ShardSizes) -> Array:
     """Count unfinished rows, int32 [shards, 2] on every device: those to train on, and all."""
     # Some padding is marked too, but padding is done.
-    to_train = rows.index % stop.shard_rows < stop.shard_train_rows
+    to_train = rows.index % sizes.rows < sizes.train_rows
     marked = jnp.stack([~rows.done & to_train, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
@@ -171,7 +175,7 @@ def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tup
 
 def policy_at(
     spec: RolloutSpec, rows: Rows, first: Array, model: Transformer, hidden: Array
-) -> TokenDistributions | OnePass:
+) -> TokenDistributions | FusedDistributions:
     """Return the policy at response positions from `first` int32 [b] on; hidden: [b, T, D]."""
     positions = first[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
     positions = reshard(positions, "batch", None)

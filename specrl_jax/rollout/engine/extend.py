@@ -2,7 +2,7 @@
 draft, which are not in the cache yet.
 
 A row may have own tokens (a resumed row, an earlier turn) and a draft. The host packs the texts of
-many rows, every distinct prefix once (`pack_prefixes`). One program computes the sequences chunk by
+many rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
 chunk, writes keys and values into free slots of the running batch, decides which draft tokens are
 accepted, and samples the token after them. `feed` decides in the same way on rows that go on in
 their slots.
@@ -13,8 +13,8 @@ their slots.
     x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
 
 A row without a draft has a draft of no tokens. Shapes follow from the configuration alone: the
-number of chunks that hold tokens, of rows that begin, and of columns of the longest draft are
-counts of loops. A rejected token needs no cleaning up: it is not counted, and a later token takes
+number of chunks that hold tokens, of rows that begin, and of tokens of the longest draft are counts
+of loops. A rejected token needs no cleaning up: it is not counted, and a later token takes
 its slot.
 """
 
@@ -35,16 +35,16 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.decode import ShardSizes, append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.one_pass import OnePass
+from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source, TokenColumns
 
 
-class Prefixes(NamedTuple):
+class PackedTexts(NamedTuple):
     """Tokens of rows that begin, packed; int32 arrays of NumPy.
 
     Each of X shards counts its own sequences and rows. A shard's rows lie in the order of the
@@ -59,9 +59,9 @@ class Prefixes(NamedTuple):
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
     nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
 
-    def on_mesh(self) -> "Prefixes":
+    def on_mesh(self) -> "PackedTexts":
         """Return them laid out over the mesh: every shard of the batch has its own."""
-        return Prefixes(
+        return PackedTexts(
             sequences=Sequences(*(reshard(x, None, "batch", None) for x in self.sequences)),
             count=reshard(self.count),
             blocks=reshard(self.blocks, None),
@@ -72,17 +72,17 @@ class Prefixes(NamedTuple):
         )
 
 
-def pack_prefixes(
+def pack_texts(
     buckets: Buckets,
     tokens: np.ndarray,
     lens: np.ndarray,
     row_ids: list[np.ndarray],
     draft_ends: np.ndarray,
-) -> Prefixes:
+) -> PackedTexts:
     """Pack the rows that begin.
 
     tokens: int32 [k, P + R], right-padded: prompt, own tokens, draft. lens: int [k], of `tokens`.
-    row_ids: one int array per shard, as in `Prefixes`; together k, in the order of `tokens`.
+    row_ids: one int array per shard, as in `PackedTexts`; together k, in the order of `tokens`.
     draft_ends: int32 [k].
     """
     chunks = buckets.chunks
@@ -119,7 +119,7 @@ def pack_prefixes(
         own = slice(shard * sequences, (shard + 1) * sequences)
         for array, values in zip(whole, part.padded(count * sequences)):
             array[:count, own] = values.reshape(count, sequences, length)
-    return Prefixes(
+    return PackedTexts(
         sequences=whole,
         count=np.int32(count),
         blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
@@ -136,7 +136,18 @@ class RowBlock(NamedTuple):
     row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
     batch_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
     draft_ends: Array  # [b]
-    nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `Prefixes`
+    nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
+
+
+class RowInputs(NamedTuple):
+    """Rows of a rollout, B, as `extend` and `feed` read them."""
+
+    all_rows: Rows  # [B], with the tokens that they hold
+    # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
+    # has no drafts.
+    drafts: Drafts | None
+    log_lenience: Array  # log ℓ, float32, nats
+    shard_sizes: ShardSizes
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
@@ -146,28 +157,22 @@ def extend(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
-    prefixes: Prefixes,
-    stop: StopCondition,
+    inputs: RowInputs,
+    texts: PackedTexts,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """Return the running batch with the rows of `prefixes` in its free slots.
-
-    all_rows: [B], with the tokens that they hold; those of `prefixes` begin. drafts: [B], for the
-    acceptance rule to verify; a draft begins with what its row holds. None: the run has no drafts.
-    log_lenience: nats.
+    """Return the running batch with the rows of `texts` in its free slots.
 
     Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
     `decode.count_unfinished` returns.
     """
+    # Chunks are few and large: a scan over stacked layers compiles fast, and costs them little.
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
-    prefixes = prefixes.on_mesh()
-    free = on_shards(_free_slots, rows.done, rows.index, like=rows.lens)
+    texts = texts.on_mesh()
+    all_slots = on_shards(_slots_free_first, rows.done, rows.index, like=rows.lens)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
-        sequences = jax.tree.map(lambda x: x[chunk], prefixes.sequences)
+        sequences = jax.tree.map(lambda x: x[chunk], texts.sequences)
         hidden, stacked = model(
             sequences.tokens,
             positions_BT=sequences.depths,
@@ -184,43 +189,45 @@ def extend(
 
         def run_block(number: Array, state: tuple) -> tuple:
             cache, rows, counts = state
-            block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
+            block = _take_block(texts, all_slots, chunk, number, buckets.block_rows)
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
             cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
-            begun, new = begin_rows(
-                spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
+            new_rows, new_counts = begin_rows(
+                spec, buckets.verify_width, model, hidden, inputs, block
             )
-            return cache, put_rows(rows, begun, block.batch_slots), counts + new
+            rows = put_rows(rows, new_rows, block.batch_slots)
+            return cache, rows, counts + new_counts
 
-        return jax.lax.fori_loop(0, prefixes.blocks[chunk], run_block, state)
+        return jax.lax.fori_loop(0, texts.blocks[chunk], run_block, state)
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
-    cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, run_chunk, state)
-    return cache, rows, counts, count_unfinished(rows, stop)
+    cache, rows, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
+    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
 
 
-def _free_slots(done: Array, index: Array) -> Array:
-    """Return all slots, int32 [b]: first those without a row, then those of finished rows."""
+def _slots_free_first(done: Array, index: Array) -> Array:
+    """Return all slots, int32 [b]: empty, then finished, then running."""
     return jnp.argsort(slot_ranks(done, index), stable=True, descending=True)
 
 
 def _take_block(
-    prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
+    texts: PackedTexts, all_slots: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
     """Return block `number` of a chunk's rows, `size` of each shard.
 
-    free: int32 [b], by `_free_slots`.
+    all_slots: int32 [b], by `_slots_free_first`.
     """
 
-    def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:
+    def local(chunk, number, all_slots, first_row, row_ids, draft_ends, nodes) -> RowBlock:
         start = first_row[0, chunk] + number * size
         index = start + jnp.arange(size)
         real = index < first_row[0, chunk + 1]
         row_ids = jax.lax.dynamic_slice_in_dim(row_ids[0], start, size)
-        slots = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
+        nearest = jnp.minimum(index, all_slots.shape[0] - 1)
+        batch_slots = all_slots.at[nearest].get(mode="promise_in_bounds")
         return RowBlock(
             jnp.where(real, row_ids, -1),
-            jnp.where(real, slots, PADDING),
+            jnp.where(real, batch_slots, PADDING),
             jax.lax.dynamic_slice_in_dim(draft_ends[0], start, size),
             jax.lax.dynamic_slice_in_dim(nodes[0], start, size),
         )
@@ -231,33 +238,34 @@ def _take_block(
     return take(
         chunk,
         number,
-        free,
-        prefixes.first_row,
-        prefixes.row_ids,
-        prefixes.draft_ends,
-        prefixes.nodes,
+        all_slots,
+        texts.first_row,
+        texts.row_ids,
+        texts.draft_ends,
+        texts.nodes,
     )
 
 
 def begin_rows(
     spec: RolloutSpec,
-    columns: int,
+    verify_width: int,
     model: Transformer,
     hidden: Array,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
+    inputs: RowInputs,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
 
-    hidden: [m, T, D]; `block.nodes` are the rows' slots in it. columns: draft tokens of a row that
-    are checked together. Returns the rows, and draft tokens as `extend` counts them, int32 [2].
+    hidden: [m, T, D]; `block.nodes` are the rows' slots in it. verify_width: draft tokens of a row
+    that are decided together.
+
+    Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
-    rows = gather(all_rows, block.row_ids)
+    rows = gather(inputs.all_rows, block.row_ids)
+    drafts = inputs.drafts
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
-    nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
+    nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
 
     def states_at(offset: Array, count: int) -> Array:
         """Return states [b, count, D]; the first gives the distribution of response token
@@ -265,7 +273,7 @@ def begin_rows(
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
         return take_nodes(hidden, read)
 
-    def policy_after(offset: Array, count: int) -> TokenDistributions | OnePass:
+    def policy_after(offset: Array, count: int) -> TokenDistributions | FusedDistributions:
         """Return the policy in these states."""
         return policy_at(spec, rows, rows.lens + offset, model, states_at(offset, count))
 
@@ -273,11 +281,11 @@ def begin_rows(
     draft_len = accepted
     residual = None
     if drafts is not None:
-        width = -(-spec.response_slots // columns) * columns
-        stored = _take_drafts(drafts, block.row_ids, rows.lens, width)
+        draft_slots = -(-spec.response_slots // verify_width) * verify_width
+        stored = _take_drafts(drafts, block.row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens = _verify(
-            spec, columns, rows, stored, draft_len, log_lenience, policy_after
+            spec, verify_width, rows, stored, draft_len, inputs.log_lenience, policy_after
         )
     weigh = None if residual is None else residual.weigh
     new = policy_after(accepted, 1).sample(weigh)
@@ -295,37 +303,37 @@ def begin_rows(
     return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
-def _take_drafts(drafts: Drafts, index: Array, lens: Array, width: int) -> TokenColumns:
-    """Return the drafts [b, `width`] of rows `index` from token `lens` [b] on, then zeros."""
+def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> TokenColumns:
+    """Return the drafts [b, `slots`] of rows `row_ids` from token `lens` [b] on, then zeros."""
     stored = TokenColumns(
         drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
     )
-    own = on_shards(take_own_rows, stored, jnp.maximum(index, 0), like=stored)
+    own = on_shards(take_own_rows, stored, jnp.maximum(row_ids, 0), like=stored)
 
     def align(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, width), *((0, 0),) * (x.ndim - 2)))
-        return read_slots(x, lens, width)
+        x = jnp.pad(x, ((0, 0), (0, slots), *((0, 0),) * (x.ndim - 2)))
+        return read_slots(x, lens, slots)
 
     return jax.tree.map(align, own)
 
 
 def _verify(
     spec: RolloutSpec,
-    columns: int,
+    verify_width: int,
     rows: Rows,
     stored: TokenColumns,
     draft_len: Array,
     log_lenience: Array,
-    policy_after: Callable[[Array, int], TokenDistributions | OnePass],
+    policy_after: Callable[[Array, int], TokenDistributions | FusedDistributions],
 ) -> tuple[Array, Residual | None, TokenColumns]:
-    """Return how many draft tokens the rule accepts, checking `columns` tokens at a time.
+    """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
 
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
 
     stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
     int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
     """
-    width = stored.tokens.shape[1]
+    slots = stored.tokens.shape[1]
 
     def draft_at(first: Array | int, count: int) -> DraftTokens:
         positions = (rows.lens + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
@@ -337,7 +345,7 @@ def _verify(
         return DraftTokens(lens, jax.tree.map(cut, stored), noise, log_lenience)
 
     def look(first: Array) -> tuple:
-        return spec.accept.look(draft_at(first, columns), policy_after(first, columns))
+        return spec.accept.look(draft_at(first, verify_width), policy_after(first, verify_width))
 
     def goes_on(state: tuple) -> Array:
         first, num_kept, _ = state
@@ -348,17 +356,17 @@ def _verify(
         new_kept, *new = look(first)
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         looked = jax.tree.map(write, looked, new)
-        return first + columns, jnp.where(goes_on(state), first + new_kept, num_kept), looked
+        return first + verify_width, jnp.where(goes_on(state), first + new_kept, num_kept), looked
 
     def widened(x: jax.ShapeDtypeStruct) -> Array:
-        shape = (x.shape[0], width, *x.shape[2:])
+        shape = (x.shape[0], slots, *x.shape[2:])
         return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     _, *shapes = jax.eval_shape(look, jnp.int32(0))
     state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(widened, shapes))
     _, num_kept, looked = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
     reused_tokens, evidence = looked
-    accepted, residual = spec.accept.decide(draft_at(0, width), num_kept, reused_tokens, evidence)
+    accepted, residual = spec.accept.decide(draft_at(0, slots), num_kept, reused_tokens, evidence)
     return accepted, residual, reused_tokens
 
 

@@ -1,8 +1,9 @@
 """`feed` lets rows go on in the slots of the running batch that they already have.
 
 A row whose turn has ended keeps its slot and its keys. `feed` computes the environment's answer and
-the draft of the next turn, a window of a few tokens at a time, and attends to the row's own keys.
-So every token of an episode is computed once. Then the row begins as in `extend` (`begin_rows`).
+the draft of the next turn, a window of `feed_width` tokens at a time, and attends to the row's own
+keys. So every token of an episode is computed once. Then the row begins as in `extend`
+(`begin_rows`).
 
     slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
     tokens          a b c | x y | o p | d e        a turn, the answer, a draft
@@ -23,8 +24,8 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished
-from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.decode import count_unfinished
+from specrl_jax.rollout.engine.extend import RowBlock, RowInputs, begin_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -38,9 +39,10 @@ class Fed(NamedTuple):
     """
 
     blocks: np.ndarray  # [], blocks that hold rows: the first ones
-    windows: np.ndarray  # [M], windows of each block, for the row with most tokens to feed
+    # [M], windows of `Buckets.feed_width` tokens of each block, for the row with most to feed
+    windows: np.ndarray
     row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout, -1 after them
-    slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
+    batch_slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
     starts: np.ndarray  # [X, n], response position of the first token that is fed
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
 
@@ -54,37 +56,37 @@ def pack_fed(
     buckets: Buckets,
     shard_rows: int,
     row_ids: np.ndarray,
-    slots: np.ndarray,
+    batch_slots: np.ndarray,
     starts: np.ndarray,
     lens: np.ndarray,
     draft_ends: np.ndarray,
 ) -> Fed:
     """Pack the rows that go on.
 
-    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. slots, starts,
-    draft_ends: int [k], as in `Fed`. lens: int32 [k], response tokens that the rows have now.
+    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. batch_slots,
+    starts, draft_ends: int [k], as in `Fed`. lens: int32 [k], response tokens that rows have now.
     """
     block = buckets.block_rows
-    blocks = -(-buckets.sizes[0] // buckets.multiple // block)
-    shape = (buckets.multiple, blocks * block)
+    blocks = -(-buckets.sizes[0] // buckets.shards // block)
+    shape = (buckets.shards, blocks * block)
     fed = Fed(
         blocks=np.int32(0),
         windows=np.zeros(blocks, np.int32),
         row_ids=np.full(shape, -1, np.int32),
-        slots=np.full(shape, PADDING, np.int32),
+        batch_slots=np.full(shape, PADDING, np.int32),
         starts=np.zeros(shape, np.int32),
         draft_ends=np.zeros(shape, np.int32),
     )
     counts = np.maximum(lens, draft_ends) - starts
     order = np.argsort(-counts, kind="stable")
-    for shard in range(buckets.multiple):
+    for shard in range(buckets.shards):
         own = order[row_ids[order] // shard_rows == shard]
         here = (shard, slice(0, len(own)))
         fed.row_ids[here] = row_ids[own] % shard_rows
-        fed.slots[here] = slots[own]
+        fed.batch_slots[here] = batch_slots[own]
         fed.starts[here] = starts[own]
         fed.draft_ends[here] = draft_ends[own]
-        most = -(-counts[own[::block]] // buckets.feed_columns)
+        most = -(-counts[own[::block]] // buckets.feed_width)
         np.maximum(fed.windows[: len(most)], most, out=fed.windows[: len(most)])
     return fed._replace(blocks=np.int32(np.count_nonzero(fed.windows)))
 
@@ -96,15 +98,12 @@ def feed(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    all_rows: Rows,
-    drafts: Drafts | None,
-    log_lenience: Array,
+    inputs: RowInputs,
     fed: Fed,
-    stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch in which the rows of `fed` have gone on in their slots.
 
-    Arguments and results: as of `extend`.
+    Arguments and results: see `extend`.
     """
     model = Transformer(spec.model, weights)
     fed = fed.on_mesh()
@@ -112,46 +111,45 @@ def feed(
     def run_block(number: Array, state: tuple) -> tuple:
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
-        begun = gather(all_rows, block.row_ids)
-        texts = _texts(begun, drafts, block.row_ids, buckets.slots)
+        old_rows = gather(inputs.all_rows, block.row_ids)
+        texts = _texts(old_rows, inputs.drafts, block.row_ids, buckets.slots)
         own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
         windows = fed.windows[number]
         own, hidden = _feed_block(
-            spec, weights, buckets.feed_columns, windows, own, begun, texts, starts
+            spec, weights, buckets.feed_width, windows, own, old_rows, texts, starts
         )
         cache = copy_rows(cache, own, block.batch_slots)
-        begun, new = begin_rows(
-            spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
-        )
-        return cache, put_rows(rows, begun, block.batch_slots), counts + new
+        new_rows, new_counts = begin_rows(spec, buckets.verify_width, model, hidden, inputs, block)
+        rows = put_rows(rows, new_rows, block.batch_slots)
+        return cache, rows, counts + new_counts
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
-    return cache, rows, counts, count_unfinished(rows, stop)
+    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
 
 
 def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:
     """Return the rows of a block, and the first response position to feed of each, int32 [b]."""
     size = buckets.block_rows
 
-    def local(number, row_ids, slots, starts, draft_ends) -> tuple[RowBlock, Array]:
+    def local(number, row_ids, batch_slots, starts, draft_ends) -> tuple[RowBlock, Array]:
         def cut(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
 
         # The states of a row lie in the order of its slots.
         nodes = jnp.arange(size * buckets.slots, dtype=jnp.int32).reshape(size, buckets.slots)
-        return RowBlock(cut(row_ids), cut(slots), cut(draft_ends), nodes), cut(starts)
+        return RowBlock(cut(row_ids), cut(batch_slots), cut(draft_ends), nodes), cut(starts)
 
     row = axes("batch")
     layouts = RowBlock(row, row, row, axes("batch", None)), row
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
-    return take(number, fed.row_ids, fed.slots, fed.starts, fed.draft_ends)
+    return take(number, fed.row_ids, fed.batch_slots, fed.starts, fed.draft_ends)
 
 
 def _feed_block(
     spec: RolloutSpec,
     weights: Params,
-    width: int,
+    feed_width: int,
     windows: Array,
     own: KVCache,
     rows: Rows,
@@ -160,8 +158,8 @@ def _feed_block(
 ) -> tuple[KVCache, Array]:
     """Return the block's own cache with the new keys and values, and the states [b, S, D].
 
-    windows: windows to feed, of `width` tokens each; nobody reads the slots that a window writes
-    after a row's last token. texts: int32 [b, S], of the responses. starts: int32 [b].
+    windows: windows to feed, of `feed_width` tokens each; nobody reads the slots that a window
+    writes after a row's last token. texts: int32 [b, S], of the responses. starts: int32 [b].
     """
     model = Transformer(spec.model, weights)
     layers = spec.model.num_layers
@@ -176,13 +174,13 @@ def _feed_block(
 
     def feed_window(number: Array, state: tuple) -> tuple:
         own, hidden = state
-        start = jnp.minimum(first + number * width, slots - width)
-        tokens = read_slots(texts, start - rows.prompt_lens, width)
+        start = jnp.minimum(first + number * feed_width, slots - feed_width)
+        tokens = read_slots(texts, start - rows.prompt_lens, feed_width)
         new, policy_cache = model(tokens, start, own[:layers])
         head_cache = own[layers:]
         hidden = write_slots(hidden, new, start)
         if head is not None:
-            states = read_slots(hidden, start - 1, width)
+            states = read_slots(hidden, start - 1, feed_width)
             _, layer = head(states, model.lookup(tokens), start, *head_cache)
             head_cache = (layer,)
         return (*policy_cache, *head_cache), hidden
@@ -190,8 +188,8 @@ def _feed_block(
     return jax.lax.fori_loop(0, windows, feed_window, (own, hidden))
 
 
-def _take_own_slots(cache: KVCache, slots: Array) -> KVCache:
-    return take_own_rows(cache, jnp.minimum(slots, cache[0][0].shape[0] - 1))
+def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:
+    return take_own_rows(cache, jnp.minimum(batch_slots, cache[0][0].shape[0] - 1))
 
 
 def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:

@@ -23,8 +23,8 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
+from specrl_jax.rollout.engine.extend import PackedTexts, RowInputs, extend, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import (
@@ -71,13 +71,15 @@ class Requests:
         return len(self.done) // shards("batch")
 
     @property
-    def shard_train_rows(self) -> int:
-        return self.num_train_rows // shards("batch")
+    def shard_sizes(self) -> ShardSizes:
+        """Rows of a shard, those to train on and all, as the programs read them."""
+        train_rows = self.num_train_rows // shards("batch")
+        return ShardSizes(np.int32(train_rows), np.int32(self.shard_rows))
 
     def trained(self, row_ids: np.ndarray) -> np.ndarray:
         """Mark those of the rows int [n] that are to train on, bool [n]; padding is not."""
         inside = (row_ids >= 0) & (row_ids < len(self.done))
-        return inside & (row_ids % self.shard_rows < self.shard_train_rows)
+        return inside & (row_ids % self.shard_rows < self.shard_sizes.train_rows)
 
 
 @dataclasses.dataclass
@@ -87,7 +89,7 @@ class Stats:
     extend_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
-    row_steps: int = 0  # rows x decode steps computed, fillers included
+    row_steps: int = 0  # rows x decode steps computed, empty slots included
     extended_tokens: int = 0  # tokens that `extend` and `feed` computed, padding included
     # Draft tokens that the rule decided on: each row's accepted ones and its first rejected one.
     verified_tokens: int = 0
@@ -139,8 +141,8 @@ class Runner:
         self.cache: KVCache = batch[0]
         self.rows: Rows = batch[1]
         # Unfinished rows of the batch, [shards]: those to train on, and all.
-        self.unfinished_train = np.zeros(self.buckets.multiple, int)
-        self.unfinished_all = np.zeros(self.buckets.multiple, int)
+        self.unfinished_train = np.zeros(self.buckets.shards, int)
+        self.unfinished_all = np.zeros(self.buckets.shards, int)
         # Unfinished rows when `all_rows` last had every finished one. If fewer are unfinished now,
         # some have finished and are not in `all_rows`.
         self.unfinished_at_write_back = 0
@@ -170,7 +172,7 @@ class Runner:
         np.put_along_axis(texts, columns, tokens, axis=1)
         return texts
 
-    def extend(self, row_ids: list[np.ndarray]) -> None:
+    def admit(self, row_ids: list[np.ndarray]) -> None:
         """Admit rows. row_ids: one int array per shard."""
         self.write_back_finished()
         requests = self.requests
@@ -179,15 +181,15 @@ class Runner:
         every = np.concatenate(row_ids)
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(every)
         prompt_lens = requests.prompts.lens[every // requests.group_size]
-        prefixes = pack_prefixes(
+        texts = pack_texts(
             self.buckets,
             self._texts[every],
             prompt_lens + np.maximum(requests.begun_lens, requests.draft_ends)[every],
             [rows % requests.shard_rows for rows in row_ids],
             requests.draft_ends[every],
         )
-        self._bring_up_to_date(extend, prefixes)
-        self.stats.extended_tokens += int(prefixes.count) * prefixes.sequences.tokens[0].size
+        self._run_prefill(extend, texts)
+        self.stats.extended_tokens += int(texts.count) * texts.sequences.tokens[0].size
 
     def slots_of_rows(self) -> np.ndarray:
         """Return each row's slot of the batch, int [B]; -1: it has none."""
@@ -197,8 +199,8 @@ class Runner:
         slots[index[inside]] = inside
         return slots
 
-    def feed(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
-        """Let rows go on in their slots. row_ids, slots: int [k].
+    def resume_rows(self, row_ids: np.ndarray, batch_slots: np.ndarray, starts: np.ndarray) -> None:
+        """Let rows go on in their slots. row_ids, batch_slots: int [k].
 
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
@@ -208,31 +210,35 @@ class Runner:
             self.buckets,
             requests.shard_rows,
             row_ids,
-            slots % (self.size // self.buckets.multiple),
+            batch_slots % (self.size // self.buckets.shards),
             starts,
             requests.begun_lens[row_ids],
             requests.draft_ends[row_ids],
         )
-        self._bring_up_to_date(feed, fed)
-        fed_at_once = self.buckets.block_rows * self.buckets.multiple * self.buckets.feed_columns
+        self._run_prefill(feed, fed)
+        fed_at_once = self.buckets.block_rows * self.buckets.shards * self.buckets.feed_width
         self.stats.extended_tokens += int(fed.windows.sum()) * fed_at_once
 
-    def _bring_up_to_date(self, program: Callable, packed: Prefixes | Fed) -> None:
+    def _run_prefill(self, program: Callable, packed: PackedTexts | Fed) -> None:
         """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
+        requests = self.requests
+        inputs = RowInputs(
+            self.all_rows,
+            requests.drafts,
+            np.float32(requests.log_lenience),
+            requests.shard_sizes,
+        )
         self.cache, self.rows, counts, unfinished = program(
             self.spec,
             self.buckets,
             self.weights,
             self.cache,
             self.rows,
-            self.all_rows,
-            self.requests.drafts,
-            np.float32(self.requests.log_lenience),
+            inputs,
             packed,
-            self.stop_condition(),
         )
-        verified, accepted = self._read(counts, unfinished).tolist()
+        verified, accepted = self._fetch_counts(counts, unfinished).tolist()
         self.draft_state_stale = True
         self.stats.extend_seconds += time.perf_counter() - start
         self.stats.verified_tokens += verified
@@ -242,8 +248,7 @@ class Runner:
 
     def stop_condition(self, **bounds: Any) -> StopCondition:
         """Return the condition of `bounds`, as in `StopCondition.of`."""
-        requests = self.requests
-        return StopCondition.of(requests.shard_train_rows, requests.shard_rows, **bounds)
+        return StopCondition.of(self.requests.shard_sizes, **bounds)
 
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Run decode steps of one width.
@@ -259,7 +264,7 @@ class Runner:
             self.draft_state = draft_state
         else:
             self.draft_state_stale = True
-        steps, counts = self._read((steps, counts), unfinished)
+        steps, counts = self._fetch_counts((steps, counts), unfinished)
         steps = int(steps)
         *histogram, drafted = counts.tolist()
         self.stats.decode_seconds += time.perf_counter() - start
@@ -269,8 +274,8 @@ class Runner:
         self.stats.decode_runs.append((self.size, width, steps))
         return steps, histogram
 
-    def _read(self, counts: Any, unfinished: Any) -> Any:
-        """Fetch the counts once the model has run; note unfinished and finished rows."""
+    def _fetch_counts(self, counts: Any, unfinished: Any) -> Any:
+        """Fetch a program's counts; update `unfinished_train`, `unfinished_all` and `finished`."""
         done = (self.rows.index, self.rows.done) if self.requests.stop_after_groups else None
         counts, unfinished, done = hosts.fetch((counts, unfinished, done))
         self.unfinished_train, self.unfinished_all = unfinished.T

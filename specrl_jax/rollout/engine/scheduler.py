@@ -21,15 +21,15 @@ STEPS_BETWEEN_COUNTS = 32  # most steps until groups are counted, where enough g
 
 
 class Scheduler:
-    """Runs all rows of a rollout to their end."""
+    """Scheduler of one rollout's rows."""
 
     def __init__(self, runner: Runner, speculation: Speculation | None = None):
         self.runner = runner
         self.requests = runner.requests
         self.buckets = runner.buckets
         self.speculation = speculation
-        self.waiting = _queues(self.requests, trained=True)
-        self.next_step = _queues(self.requests, trained=False)
+        self.train_queues = _queues(self.requests, trained=True)
+        self.run_ahead_queues = _queues(self.requests, trained=False)
         # int [shards], slots that cannot be given away between turns; None without an environment.
         self.occupied: np.ndarray | None = None
 
@@ -41,7 +41,7 @@ class Scheduler:
             if not self._admit():
                 if not runner.unfinished_train.any():
                     break
-                if not any(self.waiting) and not any(self.next_step):
+                if not any(self.train_queues) and not any(self.run_ahead_queues):
                     self._compact(runner.unfinished_all)
                 self._decode(self._stop_condition())
         runner.write_back()
@@ -91,16 +91,16 @@ class Scheduler:
         here = slots[rows] >= 0
         self.occupied = runner.unfinished_all + self._by_shard(rows[here])
         if here.any():
-            runner.feed(rows[here], slots[rows[here]], starts[here])
+            runner.resume_rows(rows[here], slots[rows[here]], starts[here])
         for row in rows[~here][::-1].tolist():
-            self.waiting[row // requests.shard_rows].insert(0, row)
+            self.train_queues[row // requests.shard_rows].insert(0, row)
         lives = np.flatnonzero(~over)
-        if not any(self.waiting) and np.all(slots[lives] >= 0):
+        if not any(self.train_queues) and np.all(slots[lives] >= 0):
             self._compact(self._by_shard(lives))
 
     def _by_shard(self, rows: np.ndarray) -> np.ndarray:
         """Count rows int [k] on each shard, int [shards]."""
-        return np.bincount(rows // self.requests.shard_rows, minlength=self.buckets.multiple)
+        return np.bincount(rows // self.requests.shard_rows, minlength=self.buckets.shards)
 
     # Rows begin -----------------------------------------------------------------------------------
 
@@ -111,13 +111,14 @@ class Scheduler:
         begin once no row to train on waits, but some still run.
         """
         runner = self.runner
-        queues = self.waiting
+        queues = self.train_queues
         if not any(queues) and runner.unfinished_train.any():
-            queues = self.next_step
+            queues = self.run_ahead_queues
+        # A compacted batch admits none: it shrinks only when none waits.
         if runner.size < self.buckets.sizes[0] or not any(queues):
             return False
         occupied = runner.unfinished_all if self.occupied is None else self.occupied
-        free = runner.size // self.buckets.multiple - occupied
+        free = runner.size // self.buckets.shards - occupied
         waiting = np.array([len(queue) for queue in queues])
         enough = np.minimum(waiting, self.buckets.refill)
         if not np.any((waiting > 0) & (free >= enough)):
@@ -126,7 +127,7 @@ class Scheduler:
         for queue, count in zip(queues, np.minimum(free, waiting).tolist()):
             row_ids.append(np.array(queue[:count], int))
             del queue[:count]
-        runner.extend(row_ids)
+        runner.admit(row_ids)
         if self.occupied is not None:
             self.occupied = occupied + [len(rows) for rows in row_ids]
         return True
@@ -159,16 +160,16 @@ class Scheduler:
         runner = self.runner
         requests = self.requests
         bounds: dict[str, Any] = {}
-        queues = self.waiting if any(self.waiting) else self.next_step
+        queues = self.train_queues if any(self.train_queues) else self.run_ahead_queues
         if any(queues):
             # Stop once `enough` slots are free; otherwise _admit would have begun rows already.
             waiting = np.array([len(queue) for queue in queues])
             enough = np.minimum(waiting, self.buckets.refill)
-            full = runner.size // self.buckets.multiple
+            full = runner.size // self.buckets.shards
             bounds["refill_at"] = np.where(waiting > 0, full - enough, -1)
         else:
             below = self.buckets.size_below(runner.size)
-            bounds["max_unfinished"] = below // self.buckets.multiple
+            bounds["max_unfinished"] = below // self.buckets.shards
         if requests.stop_after_groups:
             steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)

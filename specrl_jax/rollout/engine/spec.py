@@ -56,7 +56,7 @@ class RolloutSpec:
     draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
-    row_buckets: int = 4  # batch sizes, each half the last
+    row_buckets: int = 4  # number of batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
     refresh: float = 0.0  # share of the drafts that are left out
     stop: StopStrings | None = None  # texts that end a turn too
@@ -171,7 +171,7 @@ class RolloutSpec:
             self.prompt_slots,
             self.response_slots,
             self.row_buckets,
-            multiple=pieces,
+            shards=pieces,
             max_width=self.max_width,
             turns=self.turns,
         )

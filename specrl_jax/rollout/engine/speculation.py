@@ -1,9 +1,9 @@
-"""Chooses how wide to decode, by the seconds of steps and running acceptance.
+"""Choice of the decode width, by the seconds of steps and running acceptance.
 
-Takes in the seconds of decode steps, timed once when a run starts, and counts of accepted draft
-tokens; gives out the width of the next decode steps. ReSpec (arXiv 2510.26475) and NeMo-RL
-(2604.26779) find such a choice necessary; DAS (2511.13841) gives the long tail the widest drafts. A
-choice is a pure function of `Speculation.host()`, so a resumed run repeats it.
+The choice takes in the seconds of decode steps, timed once when a run starts, and counts of
+accepted draft tokens. It gives out the width of the next decode steps. ReSpec (arXiv 2510.26475)
+and NeMo-RL (2604.26779) find such a choice necessary; DAS (2511.13841) gives the long tail the
+widest drafts. A choice is a pure function of `Speculation.host()`, so a resumed run repeats it.
 
 Worked example: steps of width 1, 4, 8 take 10, 15, 23 ms. A row accepts at least 1 ... 7 draft
 tokens with probability .8 .64 .51 .41 .33 .26 .21. Width 4 emits 1 + .8 + .64 + .51 = 2.95 tokens

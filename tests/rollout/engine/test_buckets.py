@@ -15,13 +15,13 @@ MODEL = ref.ONE_LAYER
 
 def test_worked_example():
     """That of the module's docstring."""
-    buckets = Buckets(MODEL, 64, 8, 32, 4, multiple=2, max_width=4)
+    buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert buckets.sizes == (64, 32, 16, 8)
     assert buckets.slots == 8 + 32 + 3
     assert buckets.widths == (1, 2, 4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
     assert buckets.chunks == 11  # 32 rows on each shard, at worst three to a chunk
-    assert buckets.draft_columns == 32
+    assert buckets.verify_width == 32
     assert buckets.block_rows == 12
     assert buckets.refill == 8
     assert [buckets.size_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
@@ -83,24 +83,24 @@ SIZES = itertools.product((4, 12, 32, 64), (1, 5, 32, 200), (1, 2, 4, 7), (1, 2,
 
 
 def test_properties_over_many_sizes():
-    for rows, slots, row_buckets, multiple in SIZES:
-        buckets = Buckets(MODEL, rows, 8, slots, row_buckets, multiple)
+    for rows, slots, row_buckets, shards in SIZES:
+        buckets = Buckets(MODEL, rows, 8, slots, row_buckets, shards)
         sizes = buckets.sizes
         assert sizes[0] == rows
         assert list(sizes) == sorted(set(sizes), reverse=True)
         assert len(sizes) <= row_buckets
-        assert all(size % multiple == 0 for size in sizes)
+        assert all(size % shards == 0 for size in sizes)
         for large, small in itertools.pairwise(sizes):
-            assert large / 2 <= small < large / 2 + multiple
+            assert large / 2 <= small < large / 2 + shards
         # A bucket holds what it is asked for, and no smaller one does.
-        own = rows // multiple
+        own = rows // shards
         for most in range(own + 1):
-            bucket = buckets.size_for_shards([most] + [0] * (multiple - 1))
-            assert bucket == min(r for r in sizes if r // multiple >= most)
-            assert buckets.size_below(bucket) < max(most * multiple, 1)
+            bucket = buckets.size_for_shards([most] + [0] * (shards - 1))
+            assert bucket == min(r for r in sizes if r // shards >= most)
+            assert buckets.size_below(bucket) < max(most * shards, 1)
         assert 1 <= buckets.refill <= own
         # The chunks hold a sequence for every row of a shard; a block is no more than a shard.
         assert buckets.chunks * buckets.chunk_sequences >= own
         assert (buckets.chunks - 1) * buckets.chunk_sequences < own
         assert 1 <= buckets.block_rows <= own
-        assert 1 <= buckets.draft_columns <= slots
+        assert 1 <= buckets.verify_width <= slots

@@ -10,8 +10,13 @@ import rollout_reference as ref
 from specrl_jax.models.kv_cache import keys_and_values
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.engine.all_rows import empty_batch, start_all_rows
-from specrl_jax.rollout.engine.decode import StopCondition, count_unfinished, decode_steps
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.decode import (
+    ShardSizes,
+    StopCondition,
+    count_unfinished,
+    decode_steps,
+)
+from specrl_jax.rollout.engine.extend import RowInputs, extend, pack_texts
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
@@ -35,10 +40,9 @@ def begin(spec, weights, prompts, max_lens=None):
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
-    prefixes = pack_prefixes(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
-    stop = StopCondition.of(count, count)
-    lenience = np.float32(0)
-    return extend(spec, buckets, weights, cache, rows, all_rows, None, lenience, prefixes, stop)[:2]
+    packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
+    inputs = RowInputs(all_rows, None, np.float32(0), ShardSizes(count, count))
+    return extend(spec, buckets, weights, cache, rows, inputs, packed)[:2]
 
 
 def index_of(tokens, lens):
@@ -49,17 +53,16 @@ def index_of(tokens, lens):
     return suffix_match.build(stored, lens, ones, live=1, depth=depth)
 
 
-def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
+def steps(spec, weights, cache, rows, width, *, stored=None, sizes=None, **bounds):
     """Return cache, rows, counts and unfinished rows after decode steps; the last two on the host.
 
-    stored: tokens and lens of the draft source's responses.
+    stored: tokens and lens of the draft source's responses. sizes: `ShardSizes`; None: of one
+    shard, all of whose rows are to train on.
     """
     state = None
     if stored is not None:
         state = suffix_match.sync(index_of(*stored), rows.tokens, rows.lens)
-    count = len(rows.lens)
-    bounds = {"shard_train_rows": count, "shard_rows": count} | bounds
-    stop = StopCondition.of(**bounds)
+    stop = StopCondition.of(sizes or ShardSizes(len(rows.lens), len(rows.lens)), **bounds)
     cache, rows, _, made, counts, numbers = decode_steps(
         spec, weights, cache, rows, state, stop, width=width
     )
@@ -180,8 +183,9 @@ def test_steps_stop_at_their_condition_and_go_on_from_there(start):
         _, rows, counts, ((_, unfinished),) = steps(spec, weights, *begun, 1, **{bound: stop})
         assert unfinished <= stop
         assert np.sum(lens > int(counts.steps)) > stop  # not so a step earlier
-    done = StopCondition.of(B, B)
-    assert np.asarray(count_unfinished(rows, done)).tolist() == [[unfinished, unfinished]]
+    assert np.asarray(count_unfinished(rows, ShardSizes(B, B))).tolist() == [
+        [unfinished, unfinished]
+    ]
     cache, rows = begin(spec, weights, prompts)
     for bounds in ({"max_steps": 1}, {"max_unfinished": left - 1}, {}):
         cache, rows, *_ = steps(spec, weights, cache, rows, 1, **bounds)
@@ -195,7 +199,7 @@ def test_only_rows_to_train_on_keep_the_steps_going(start):
     expected = steps(spec, weights, *begin(spec, weights, prompts, max_lens), 1)[1]
     lens = ref.host(expected).lens
     cache, rows = begin(spec, weights, prompts, max_lens)
-    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, shard_train_rows=3)
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, sizes=ShardSizes(3, B))
     most = lens[:3].max()
     assert counts.steps == most - 1 < R - 1
     assert numbers == [[0, np.sum(lens > most)]]
@@ -210,9 +214,9 @@ def test_each_shard_counts_its_own_rows(make_mesh):
         spec = make_spec(eos=(16,))
         max_lens = np.array([2, 2, 3, 5, 3, 4, 6, 2])
         prompts = ref.random_prompts(B, P)
-        shape = {"shard_train_rows": 3, "shard_rows": 4}
+        sizes = ShardSizes(3, 4)
         begun = begin(spec, weights, prompts, max_lens)
-        _, _, counts, numbers = steps(spec, weights, *begun, 1, max_steps=2, **shape)
+        _, _, counts, numbers = steps(spec, weights, *begun, 1, sizes=sizes, max_steps=2)
         assert numbers == [[0, 1], [2, 2]]
         # One shard may be refilled, or all may be smaller.
         for bounds, expected in (
@@ -223,5 +227,5 @@ def test_each_shard_counts_its_own_rows(make_mesh):
             ({}, (5, [[0, 0], [0, 0]])),
         ):
             begun = begin(spec, weights, prompts, max_lens)
-            _, _, counts, numbers = steps(spec, weights, *begun, 1, **shape, **bounds)
+            _, _, counts, numbers = steps(spec, weights, *begun, 1, sizes=sizes, **bounds)
             assert (int(counts.steps), numbers) == expected

@@ -17,8 +17,8 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.decode import ShardSizes
+from specrl_jax.rollout.engine.extend import RowInputs, extend, pack_texts
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -36,11 +36,11 @@ TRUNCATED = ref.sampling.SamplingConfig(0.8, top_k=6, top_p=0.95)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sequences and columns come a few at a time. Buckets of equal fields are one program."""
+    """Sequences and draft tokens come a few at a time. Buckets of equal fields are one program."""
     extend.clear_cache()
     monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
     monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
-    monkeypatch.setattr(bucket_sizes, "COLUMNS", 3)
+    monkeypatch.setattr(bucket_sizes, "VERIFY_WIDTH", 3)
     yield
     extend.clear_cache()
 
@@ -48,16 +48,16 @@ def small(monkeypatch):
 # Packing ------------------------------------------------------------------------------------------
 
 
-def test_prefixes_by_hand(small):
+def test_texts_by_hand(small):
     """Sequences of 28 slots, one in a chunk; two shards, of which the second has one row."""
-    buckets = Buckets(ref.ONE_LAYER, 6, P, R, 1, multiple=2)
+    buckets = Buckets(ref.ONE_LAYER, 6, P, R, 1, shards=2)
     assert (buckets.sequence_slots, buckets.chunk_sequences, buckets.chunks) == (28, 1, 3)
     assert buckets.block_rows == 2
     tokens = np.zeros((4, P + R), np.int32)
     tokens[:, :5] = [[5, 6, 1, 2, 3], [5, 6, 1, 9, 0], [5, 6, 0, 0, 0], [7, 7, 0, 0, 0]]
     lens = np.array([5, 4, 2, 2], np.int32)
     rows = [np.array([2, 0, 1]), np.array([2])]
-    got = pack_prefixes(buckets, tokens, lens, rows, np.array([3, 2, 0, 0], np.int32))
+    got = pack_texts(buckets, tokens, lens, rows, np.array([3, 2, 0, 0], np.int32))
     assert got.sequences.tokens.shape == (3, 2, 28)
     assert got.sequences.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 9] + [0] * 22  # every prefix once
     assert got.sequences.depths[0, 0, :6].tolist() == [0, 1, 2, 3, 4, 3]
@@ -74,7 +74,7 @@ def test_prefixes_by_hand(small):
     nodes[0, 2, :2] = nodes[1, 0, :2] = [0, 1]
     np.testing.assert_array_equal(got.nodes, nodes)
     none = np.zeros((0, P + R), np.int32)
-    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
+    empty = pack_texts(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
     shapes = jax.tree.map(np.shape, got)
     assert shapes == jax.tree.map(np.shape, empty)  # whatever the rows
     assert empty.count == 0
@@ -293,7 +293,7 @@ def expect(case: Case, params) -> tuple:
     return rows, [verified, reused]
 
 
-def slots_of(case: Case, prefixes, index: np.ndarray) -> np.ndarray:
+def slots_of(case: Case, texts, index: np.ndarray) -> np.ndarray:
     """int [BATCH_SLOTS]: the row that begins in each slot, -1: none. A shard's rows take its free
     slots in order: those without a row first."""
     order = np.full(BATCH_SLOTS, -1)
@@ -303,7 +303,7 @@ def slots_of(case: Case, prefixes, index: np.ndarray) -> np.ndarray:
         none = index == PADDING
         slots = np.concatenate([np.flatnonzero(free & none), np.flatnonzero(free & ~none)])
         slots = slots[slots // (BATCH_SLOTS // pieces) == shard][: len(rows)]
-        order[slots] = prefixes.row_ids[shard, : len(rows)] + shard * (B // pieces)
+        order[slots] = texts.row_ids[shard, : len(rows)] + shard * (B // pieces)
     return order
 
 
@@ -366,27 +366,31 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         pieces = shards("batch")
         every = np.concatenate(case.begins)
         own = [rows % (B // pieces) for rows in case.begins]
-        prefixes = pack_prefixes(
+        texts = pack_texts(
             case.buckets, case.texts[every], case.lens[every], own, case.draft_ends[every]
         )
-        assert (prefixes.count > 1) == is_small
-        assert (prefixes.blocks.max() > 1) == is_small
+        assert (texts.count > 1) == is_small
+        assert (texts.blocks.max() > 1) == is_small
         model = ref.ONE_LAYER
         slots = case.buckets.slots
         placed = put(case.texts, "batch", None)
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        stop = StopCondition.of(B // pieces // 2, B // pieces)
+        inputs = RowInputs(
+            ref.put_rows(case.rows),
+            ref.put_rows(case.drafts),
+            np.float32(LOG_LENIENCE),
+            ShardSizes(B // pieces // 2, B // pieces),
+        )
         cache, rows, got, left = extend(
-            case.spec, case.buckets, weights, before, ref.put_rows(batch),
-            ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
-            prefixes, stop,
+            case.spec, case.buckets, weights, before, ref.put_rows(batch), inputs,
+            texts,
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
     assert np.asarray(got).tolist() == counts
-    order = slots_of(case, prefixes, batch_of(case).index)
+    order = slots_of(case, texts, batch_of(case).index)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
     for name, values in dataclasses.asdict(rows).items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
-from scheduler_cases import MAX_LENS, PROMPTS, B, R, go, spec_of
+from scheduler_cases import MAX_LENS, PROMPTS, B, R, make_spec, run_rollout
 
 from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
@@ -24,11 +24,13 @@ QUEUES = {
 
 @pytest.mark.parametrize("changes", QUEUES.values(), ids=QUEUES)
 @pytest.mark.parametrize("with_drafts", [False, True], ids=["plain", "drafts"])
-def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_drafts):
+def test_every_response_ends_at_its_longest_length(mesh, rollouts, changes, with_drafts):
     """With drafts that are right and longer than max_lens, too."""
-    _, endless, _ = base
+    endless = rollouts.endless
     assert set(endless.lens) == {R}
-    rollout, _ = go(spec_of(**changes), drafts=as_drafts(endless) if with_drafts else None)
+    rollout, _ = run_rollout(
+        make_spec(**changes), drafts=as_drafts(endless) if with_drafts else None
+    )
     np.testing.assert_array_equal(np.asarray(rollout.lens), MAX_LENS)
     inside = np.arange(R)[None, :] < MAX_LENS[:, None]
     for name in ("tokens", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
@@ -41,19 +43,19 @@ def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_dra
     np.testing.assert_array_equal(reused, inside & with_drafts)
 
 
-def test_a_batch_that_fills_no_bucket(mesh, base):
+def test_a_batch_that_fills_no_bucket(mesh, rollouts):
     """Five groups of four rows: slots without a row are not seen."""
     five = ref.select(PROMPTS, range(5))
     for changes in ({"row_buckets": 3}, {"max_rows": 8}):
-        rollout, _ = go(spec_of(**changes), max_lens=MAX_LENS[:20], prompts=five)
-        check_equal(rollout, base[0], slice(0, 20))
+        rollout, _ = run_rollout(make_spec(**changes), max_lens=MAX_LENS[:20], prompts=five)
+        check_equal(rollout, rollouts.plain, slice(0, 20))
 
 
-def test_rows_begin_before_the_last_of_the_others_is_done(mesh, base):
+def test_rows_begin_before_the_last_of_the_others_is_done(mesh, rollouts):
     """One long row in every group: eight rows at a time would take four times seven steps."""
-    _, endless, _ = base
+    endless = rollouts.endless
     max_lens = np.tile([R, 1, 1, 1], 8).astype(np.int32)
-    rollout, stats = go(spec_of(max_rows=8, **ONE_BUCKET), max_lens=max_lens)
+    rollout, stats = run_rollout(make_spec(max_rows=8, **ONE_BUCKET), max_lens=max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.lens), max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
     assert stats.decode_steps <= 2 * (R - 1)
@@ -67,7 +69,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._spy(monkeypatch, "extend", self._begun)
+        self._spy(monkeypatch, "admit", self._begun)
         self._spy(monkeypatch, "compact", lambda runner, size: ("compact", size))
         self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
 
@@ -102,48 +104,48 @@ def seen(monkeypatch):
 def test_a_quarter_of_the_slots_is_refilled_at_a_time(mesh, seen):
     """16 slots; rows begin in order, four at least, as others are done."""
     max_lens = np.where(np.arange(B) < 16, 1 + np.arange(B) % 8, R).astype(np.int32)
-    go(spec_of(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
+    run_rollout(make_spec(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
     assert seen.begun == list(range(B))
     # Of the first there are two of each length.
     assert [len(rows) for rows in seen.of("begin")] == [16, 4, 4, 4, 4]
     assert seen.of("compact") == []
 
 
-def test_the_batch_shrinks_bucket_by_bucket_once_none_waits(mesh, seen, base):
+def test_the_batch_shrinks_bucket_by_bucket_once_none_waits(mesh, seen, rollouts):
     max_lens = np.where(np.arange(B) == 3, R, 2).astype(np.int32)
-    rollout, stats = go(spec_of(row_buckets=4), max_lens=max_lens)
+    rollout, stats = run_rollout(make_spec(row_buckets=4), max_lens=max_lens)
     assert seen.calls == [
         ("begin", list(range(B))), ("decode", 32), ("compact", 16), ("compact", 8), ("compact", 4),
         ("decode", 4),
     ]  # fmt: skip
     assert stats.decode_runs == [(32, 1, 1), (4, 1, R - 2)]
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[3], base[1].tokens[3])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[3], rollouts.endless.tokens[3])
     seen.calls.clear()
-    go(spec_of(row_buckets=4, max_rows=16), max_lens=max_lens)
+    run_rollout(make_spec(row_buckets=4, max_rows=16), max_lens=max_lens)
     order = [name for name, _ in seen.calls]
     assert order.index("compact") > len(order) - 1 - order[::-1].index("begin")
 
 
-def test_groups_of_long_drafts_begin_first(mesh, seen, base):
+def test_groups_of_long_drafts_begin_first(mesh, seen, rollouts):
     """Drafts of like length are decided together."""
     lens = np.repeat([1, 4, 2, 8, 5, 3, 0, 7], 4)
-    drafts = as_drafts(base[1], lens)
-    go(spec_of(max_rows=8, **ONE_BUCKET), drafts=drafts, max_lens=None)
+    drafts = as_drafts(rollouts.endless, lens)
+    run_rollout(make_spec(max_rows=8, **ONE_BUCKET), drafts=drafts, max_lens=None)
     groups = [row // 4 for row in seen.begun][::4]
     assert groups == [3, 7, 4, 1, 5, 2, 0, 6]
 
 
-def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, base):
+def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, rollouts):
     """They take idle slots alone, and the batch does not shrink while one of them waits."""
     first = ref.select(PROMPTS, range(4))
     late = ref.select(PROMPTS, range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-    spec = spec_of(max_rows=12, row_buckets=2)
+    spec = make_spec(max_rows=12, row_buckets=2)
     result = ref.rollout(spec, weights, first, step=1, next_prompts=late)
     assert seen.begun[:16] == list(range(16))
     assert seen.begun[16:] == list(range(16, len(seen.begun)))
     assert set(result.rollout.lens.tolist()) == {R}
-    check_equal(result.rollout, base[1], slice(0, 16))
+    check_equal(result.rollout, rollouts.endless, slice(0, 16))
     drafts = ref.host(result.run_ahead.drafts)
     assert 0 < drafts.lens.sum() < 16 * R
 
@@ -165,15 +167,15 @@ def test_who_waits_by_hand(make_mesh):
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
-    assert scheduler.waiting == [[1, 0], [5]]
-    assert scheduler.next_step == [[2, 3], [6, 7]]
+    assert scheduler.train_queues == [[1, 0], [5]]
+    assert scheduler.run_ahead_queues == [[2, 3], [6, 7]]
 
 
-def test_shards_take_up_rows_on_their_own(make_mesh, base):
+def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
     """One shard has the long responses: the others go on with what waits for them."""
     max_lens = np.where(np.arange(B) < B // 4, R, 1).astype(np.int32)
     with jax.set_mesh(make_mesh(2, 2, 1)):
-        rollout, stats = go(spec_of(max_rows=16), max_lens=max_lens)
+        rollout, stats = run_rollout(make_spec(max_rows=16), max_lens=max_lens)
     np.testing.assert_array_equal(rollout.lens, max_lens)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], base[1].tokens[:, 0])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], rollouts.endless.tokens[:, 0])
     assert stats.decode_steps == 2 * (R - 1)  # the shard's rows, four after four

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, check_equal, common_prefix, history_of
-from scheduler_cases import B, Planned, R, go, spec_of
+from scheduler_cases import B, Planned, R, make_spec, run_rollout
 
 from specrl_jax.process.runtime import compile_metrics
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
@@ -322,16 +322,16 @@ def hopeful(wide) -> Speculation:
 
 
 @pytest.mark.parametrize("pays", [False, True])
-def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
+def test_wide_steps_are_taken_where_they_pay(mesh, rollouts, monkeypatch, pays):
     """The draft source's state is made for the first step that reads it."""
     made = []
     init = SuffixDrafts.init
     monkeypatch.setattr(SuffixDrafts, "init", lambda *args: made.append(args) or init(*args))
     chooser = hopeful((1.01, 1.02) if pays else (10.0, 20.0))
-    spec = spec_of(4, **ONE_BUCKET)
-    history = history_of(spec, base[1].tokens, base[1].lens)
-    rollout, stats = go(spec, history=history, speculation=chooser)
-    check_equal(rollout, base[0], but=("sources",))
+    spec = make_spec(4, **ONE_BUCKET)
+    history = history_of(spec, rollouts.endless.tokens, rollouts.endless.lens)
+    rollout, stats = run_rollout(spec, history=history, speculation=chooser)
+    check_equal(rollout, rollouts.plain, but=("sources",))
     assert {width for *_, width, _ in stats.decode_runs} == {4 if pays else 1}
     assert len(made) == pays
     assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
@@ -344,20 +344,20 @@ def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
-def test_no_choice_changes_a_token(make_mesh, base, shape):
+def test_no_choice_changes_a_token(make_mesh, rollouts, shape):
     """Widths and steps are chosen at random."""
-    plain, endless, old = base
+    plain, endless, old = rollouts
     kept = common_prefix(old.tokens, old.lens, plain.tokens, plain.lens)
     rejected = (kept < old.lens) & (kept < plain.lens)  # of a row's draft one token at most
     widths = set()
     with jax.set_mesh(make_mesh(*shape)):
-        spec = spec_of(4, max_rows=16)
+        spec = make_spec(4, max_rows=16)
         for seed in range(4):
             rng = np.random.default_rng(seed)
             whims = Planned(lambda widths, _: (int(rng.choice(widths)), int(rng.integers(0, 4))))  # noqa: B023
             history = history_of(spec, endless.tokens, endless.lens)
             drafts = ref.put_rows(old)
-            rollout, stats = go(spec, drafts=drafts, history=history, speculation=whims)
+            rollout, stats = run_rollout(spec, drafts=drafts, history=history, speculation=whims)
             check_equal(rollout, plain, but=("sources", "prefix_lens"))
             np.testing.assert_array_equal(rollout.prefix_lens, kept)
             sources = np.asarray(rollout.sources)
