@@ -121,8 +121,8 @@ def generate(
         groups=np.arange(len(inputs.prompts.lens)),
         noise_steps=requests.noise_steps,
         draft_lens=requests.draft_lens,
-        resumed_lens=requests.begun_lens,
-        resumed_tokens=int(requests.begun_lens.sum()),
+        resumed_lens=requests.initial_lens,
+        resumed_tokens=int(requests.initial_lens.sum()),
     )
     if inputs.next_prompts is not None:
         return _without_next_step(result, inputs)
@@ -164,7 +164,7 @@ def start_runner(
         all_rows = write_partial_rows(all_rows, partial_rows)
     if requests.drafts is not None:
         ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, requests.drafts.lens))
-        new = np.maximum(ends - requests.begun_lens, 0)
+        new = np.maximum(ends - requests.initial_lens, 0)
         requests = dataclasses.replace(
             requests, draft_ends=cut_ends, draft_lens=requests.draft_lens + new
         )
@@ -204,27 +204,27 @@ def _requests(
     if inputs.next_prompts is not None:
         prompts = select(concatenate(prompts, inputs.next_prompts), order)
     nothing = np.zeros(len(prompts.lens) * group_size, np.int32)
-    begun_lens = nothing
+    initial_lens = nothing
     draft_lens = nothing
     done = nothing > 0
     if partial_rows is not None:
         fetched = (partial_rows.rollout.lens, partial_rows.draft_lens, partial_rows.done)
-        begun_lens, draft_lens, done = hosts.fetch(fetched)
+        initial_lens, draft_lens, done = hosts.fetch(fetched)
     fills = np.arange(len(prompts.lens)) >= len(prompts.lens) - inputs.fillers
     num_resumed = len(inputs.resumed.prompt_ids) if inputs.resumed else 0
     return Requests(
         prompts,
         noise_steps,
         num_train_rows,
-        begun_lens=begun_lens,
+        initial_lens=initial_lens,
         done=done | np.repeat(fills, group_size),
         draft_ends=nothing,
         draft_lens=draft_lens,
-        drafts=_ordered_drafts(inputs, begun_lens, group_size, order),
+        drafts=_ordered_drafts(inputs, initial_lens, group_size, order),
         log_lenience=inputs.log_lenience,
         history=_ordered_history(inputs, order),
         begin_first=np.arange(len(noise_steps)) < num_resumed,
-        stop_after_groups=inputs.stop_after_groups + inputs.fillers,
+        stop_after_done=inputs.stop_after_groups + inputs.fillers,
     )
 
 
@@ -242,7 +242,7 @@ def _noise_steps(inputs: RolloutInputs, group_size: int) -> np.ndarray:
 
 
 def _ordered_drafts(
-    inputs: RolloutInputs, begun_lens: np.ndarray, group_size: int, order: np.ndarray
+    inputs: RolloutInputs, initial_lens: np.ndarray, group_size: int, order: np.ndarray
 ) -> Drafts | None:
     """Return drafts of all rows, in `order`; resumed groups that hold tokens have none."""
     drafts = inputs.drafts
@@ -253,7 +253,7 @@ def _ordered_drafts(
         known = np.where(row_ids < len(drafts.lens), 0, -1)
         return assemble([drafts], np.stack([known, row_ids], axis=1))
     if inputs.resumed is not None:
-        begun = np.repeat(begun_lens.reshape(-1, group_size).any(axis=1), group_size)
+        begun = np.repeat(initial_lens.reshape(-1, group_size).any(axis=1), group_size)
         return without_drafts(drafts, begun)
     return drafts
 

@@ -50,7 +50,7 @@ class Requests:
     prompts: Prompts  # [B / G]
     noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
     num_train_rows: int  # rows to train on
-    begun_lens: np.ndarray  # int32 [B], tokens that rows hold already
+    initial_lens: np.ndarray  # int32 [B], tokens that rows hold already
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
     draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
@@ -58,7 +58,7 @@ class Requests:
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
     history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    stop_after_groups: int = 0  # finished groups at which the rollout may end; 0: all
+    stop_after_done: int = 0  # finished groups, fillers included, at which it may end; 0: all
 
     @property
     def group_size(self) -> int:
@@ -149,7 +149,7 @@ class Runner:
         self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
-        self.draft_state_stale = bool(self.requests.begun_lens.any())
+        self.draft_state_stale = bool(self.requests.initial_lens.any())
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
 
     # Rows begin -----------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ class Runner:
         tokens = np.zeros((len(requests.done), self.spec.response_slots), np.int32)
         if requests.drafts is not None and requests.draft_ends.any():
             tokens = hosts.fetch(requests.drafts.tokens)
-        if requests.begun_lens.any():
+        if requests.initial_lens.any():
             begun = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
-            inside = np.arange(tokens.shape[1]) < requests.begun_lens[:, None]
+            inside = np.arange(tokens.shape[1]) < requests.initial_lens[:, None]
             tokens = np.where(inside, begun, tokens)
         texts = np.repeat(np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1]))), group, axis=0)
         columns = np.repeat(prompts.lens, group)[:, None] + np.arange(tokens.shape[1])
@@ -184,7 +184,7 @@ class Runner:
         texts = pack_texts(
             self.buckets,
             self._texts[every],
-            prompt_lens + np.maximum(requests.begun_lens, requests.draft_ends)[every],
+            prompt_lens + np.maximum(requests.initial_lens, requests.draft_ends)[every],
             [rows % requests.shard_rows for rows in row_ids],
             requests.draft_ends[every],
         )
@@ -212,7 +212,7 @@ class Runner:
             row_ids,
             batch_slots % (self.size // self.buckets.shards),
             starts,
-            requests.begun_lens[row_ids],
+            requests.initial_lens[row_ids],
             requests.draft_ends[row_ids],
         )
         self._run_prefill(feed, fed)
@@ -276,7 +276,7 @@ class Runner:
 
     def _fetch_counts(self, counts: Any, unfinished: Any) -> Any:
         """Fetch a program's counts; update `unfinished_train`, `unfinished_all` and `finished`."""
-        done = (self.rows.index, self.rows.done) if self.requests.stop_after_groups else None
+        done = (self.rows.index, self.rows.done) if self.requests.stop_after_done else None
         counts, unfinished, done = hosts.fetch((counts, unfinished, done))
         self.unfinished_train, self.unfinished_all = unfinished.T
         if done is not None:

@@ -50,10 +50,10 @@ class Scheduler:
     def _may_end(self) -> bool:
         """Return whether enough groups are done: the others may wait for the next rollout."""
         requests = self.requests
-        if not requests.stop_after_groups:
+        if not requests.stop_after_done:
             return False
         groups = self.runner.finished.reshape(-1, requests.group_size).all(axis=1)
-        return int(groups.sum()) >= requests.stop_after_groups
+        return int(groups.sum()) >= requests.stop_after_done
 
     # Turns ----------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Scheduler:
         else:
             below = self.buckets.size_below(runner.size)
             bounds["max_unfinished"] = below // self.buckets.shards
-        if requests.stop_after_groups:
+        if requests.stop_after_done:
             steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)
         return runner.stop_condition(**bounds)
@@ -187,7 +187,7 @@ def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group)
     # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
     longest = np.repeat(requests.draft_ends.reshape(-1, group).max(axis=1), group)
-    order = np.lexsort((rows, -longest, late, requests.begun_lens == 0))
+    order = np.lexsort((rows, -longest, late, requests.initial_lens == 0))
     order = order[~requests.done[order] & (requests.trained(order) == trained)]
     return [
         order[order // requests.shard_rows == shard].tolist()
