@@ -44,7 +44,7 @@ def base() -> ConfigDict:
     model.attention = "auto"  # reference | kernel | auto (kernels where they take the shape)
     model.remat = False  # recompute layers in the backward pass: less memory, a third more time
 
-    config.lora = lora = ConfigDict()  # adapters beside frozen weights, arXiv 2106.09685
+    config.lora = lora = ConfigDict()  # adapters beside base weights, arXiv 2106.09685
     lora.rank = 0  # r: what is trained are A [in, r] and B [r, out]; 0: all weights
     lora.alpha = 32.0  # a weight is W + alpha / rank * A·B
     lora.targets = "proj"  # regex: weights with adapters, of q, k, v, o, gate, up and down _proj

@@ -74,7 +74,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Draft tokens of B rows: of the store, of a run-ahead or of a fork."""
+    """Draft tokens of B rows: stored responses, or those of a run-ahead."""
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft

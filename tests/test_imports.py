@@ -50,7 +50,7 @@ ALLOWED = {
     "rollout/drafts": {"rollout/rows", "sharding", "types"},
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},
-    "rollout/carry_over": {"models", "rollout/drafts", "rollout/rows", "sharding", "types"},
+    "rollout/carry_over": {"rollout/drafts", "rollout/rows", "sharding", "types"},
     "rollout/kept_noise": {"types"},
     "rollout/engine": {
         "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts", "rollout/one_pass",

@@ -155,7 +155,7 @@ def simulate(
             prompts=random_prompts(size, len(lens)),
             noise_steps=np.zeros((len(lens) // GROUP, GROUP), int),
             num_train_rows=len(lens),
-            initial_lens=nothing,
+            partial_lens=nothing,
             done=nothing.astype(bool),
             draft_ends=nothing,
             draft_lens=nothing,

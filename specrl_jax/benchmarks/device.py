@@ -249,16 +249,16 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 # Shares of the limits ----------------------------------------------------------------------------
 
 
-def _case(size: Size, *, length: int = 0, width: int = 1, **drafts: Any) -> RolloutCase:
+def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> RolloutCase:
     """Return a rollout of one bucket and one width, whose rows all end at one length.
 
-    drafts: fields of `RolloutInputs`.
+    fields: of `RolloutInputs`.
     """
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    inputs = RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), **drafts)
+    inputs = RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), **fields)
     return functools.partial(generate, spec, weights, inputs, max_lens=lens)
 
 

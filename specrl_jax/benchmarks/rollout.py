@@ -275,12 +275,12 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, history = make_drafts(rollout, rate, size.model.vocab_size, rng)
-        for kind, spec, drafts in (
+        for kind, spec, fields in (
             ("previous", plain, {"drafts": previous}),
             ("tree", tree, {"history": history}),
             ("previous+tree", tree, {"drafts": previous, "history": history}),
         ):
-            drafted = dataclasses.replace(inputs, **drafts)
+            drafted = dataclasses.replace(inputs, **fields)
             seconds = time_decoding(spec, weights, drafted)
             options = {"max_lens": lens, "speculation": Speculation(seconds)}
             case = functools.partial(generate, spec, weights, drafted, **options)
@@ -354,8 +354,8 @@ def make_drafts(
     return previous, as_history(copies, rollout.lens, GROUP)
 
 
-def as_history(tokens: np.ndarray, lens: np.ndarray, group: int) -> DraftHistory:
+def as_history(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> DraftHistory:
     """Responses [B, R] and lengths [B] as tree drafts read them."""
-    shape = (len(lens) // group, 1, group)
+    shape = (len(lens) // group_size, 1, group_size)
     stored = put(tokens.reshape(*shape, -1), *(None,) * 4)
     return stored, put(lens.reshape(shape), *(None,) * 3)

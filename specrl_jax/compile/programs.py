@@ -29,7 +29,7 @@ from specrl_jax.compile.shapes import (
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_history
-from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_arrays, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.engine.feed import feed
@@ -136,9 +136,9 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
     made_up = made_up_prompts(spec, shapes.rows)
-    inputs = start_inputs(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
+    arrays = start_arrays(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
     purpose = int(Purpose.EVALUATE)
-    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(inputs))
+    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(arrays))
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
         size=shapes.buckets.sizes[0], slots=shapes.buckets.slots,

@@ -37,7 +37,7 @@ from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import PackedTexts, RowInputs, pack_texts
+from specrl_jax.rollout.engine.extend import PackedTexts, PrefillInputs, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
@@ -118,10 +118,10 @@ class RolloutShapes:
         return abstract(lambda: init_cache(self.spec.model, rows, self.buckets.slots, has_head))
 
     @functools.cached_property
-    def inputs(self) -> RowInputs:
+    def inputs(self) -> PrefillInputs:
         number = jax.ShapeDtypeStruct((), np.int32)
         log_lenience = jax.ShapeDtypeStruct((), np.float32)
-        return RowInputs(self.all_rows, self.drafts, log_lenience, ShardSizes(number, number))
+        return PrefillInputs(self.all_rows, self.drafts, log_lenience, ShardSizes(number, number))
 
     @functools.cached_property
     def texts(self) -> PackedTexts:

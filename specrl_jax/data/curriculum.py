@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,15 @@ class PromptStream(StatePart):
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches and
     leaves out the last `leftover` prompts of its order; the next epoch leaves out others.
-    `pass_index` (epochs begun before) and `batch_index` (in its epoch) are those of the next batch.
+    `epoch_index` (from 0) and `batch_index` (in that epoch) are those of the next batch.
 
     settings: `config.curriculum`. total_steps: of the run.
     """
 
     foresees = True  # `peek` knows the next batch
     screens = False  # a few responses decide whether the rest of a prompt's group is sampled
-    # What a checkpoint holds: its name → the attribute.
-    _place: ClassVar = {"epoch": "pass_index", "step": "batch_index", "waiting": "waiting"}
+    # The attributes that a checkpoint holds.
+    _place: tuple[str, ...] = ("epoch_index", "batch_index", "waiting")
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PromptStream(StatePart):
                 f"prompts, got {prompts_per_step}"
             )
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
-        self.pass_index = 0
+        self.epoch_index = 0
         self.batch_index = 0
         self.waiting: list[str] = []  # prompt_ids that `take` has passed over
         self._encoded = encoded
@@ -89,11 +89,11 @@ class PromptStream(StatePart):
 
     def _draw(self) -> list[str]:
         """Return the prompt_ids of the next batch of the epoch."""
-        order = np.random.default_rng([self._seed, self.pass_index]).permutation(len(self._ids))
+        order = np.random.default_rng([self._seed, self.epoch_index]).permutation(len(self._ids))
         batch = order[self.batch_index * self._size :][: self._size]
         self.batch_index += 1
         if self.batch_index == self.steps_per_epoch:
-            self.pass_index += 1
+            self.epoch_index += 1
             self.batch_index = 0
         return [self._ids[row] for row in batch]
 
@@ -118,7 +118,7 @@ class PromptStream(StatePart):
     @property
     def given(self) -> int:
         """Prompts given out since the run began, with repeats."""
-        batches = self.pass_index * self.steps_per_epoch + self.batch_index
+        batches = self.epoch_index * self.steps_per_epoch + self.batch_index
         return batches * self._size - len(self.waiting)
 
     def peek(self) -> Prompts:
@@ -128,14 +128,13 @@ class PromptStream(StatePart):
     def host(self) -> dict[str, Any]:
         """Return what `restore` needs, for JSON."""
         fixed = {"seed": self._seed, "prompts_per_step": self._size, **self._digests}
-        place = {name: copy.copy(getattr(self, own)) for name, own in self._place.items()}
-        return fixed | place
+        return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
         """Go on where `host` was taken; raises ValueError where seed, batch size or data differ."""
         for name, now in self.host().items():
             if name in self._place:
-                setattr(self, self._place[name], host[name])
+                setattr(self, name, host[name])
             elif (was := host[name]) != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: {name} was {was!r}, is {now!r}; set back "
@@ -154,7 +153,7 @@ class _Chooser(PromptStream):
     """Draws each batch anew, from all prompts that are not busy."""
 
     foresees = False
-    _place: ClassVar = {"draws": "draws", "taken": "taken"}
+    _place = ("draws", "taken")
     draws = taken = 0
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
@@ -191,7 +190,7 @@ class ByPassRate(_Chooser):
     so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
-    _place: ClassVar = _Chooser._place | {"posterior": "posterior"}
+    _place = (*_Chooser._place, "posterior")
 
     def __init__(self, *args: Any):
         super().__init__(*args)

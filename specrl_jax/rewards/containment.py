@@ -20,6 +20,7 @@ from specrl_jax.rewards import linux
 
 MAX_PROCESSES = 64  # processes and threads that one answer may have at a time
 MAX_OPEN_FILES = 256
+MAX_LATER_TASKS = 1024  # threads of the user that may start after the workers
 RESERVE = 64 << 20  # bytes beyond the memory limit, to report that it was reached
 
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
@@ -105,11 +106,15 @@ def count_tasks() -> int:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder with all in it, whatever rights to it an answer has left.
+    """Remove a folder with all in it, whatever rights to it an answer of this user has left.
 
-    No process may use it. Raises OSError, or RecursionError of a deep one.
+    Raises OSError, or RecursionError of a deep one.
     """
-    os.chmod(path, 0o700)
+    try:
+        shutil.rmtree(path)
+        return
+    except PermissionError:  # root never gets it, so it changes no rights here
+        os.chmod(path, 0o700)
     for folder, names, _ in os.walk(path):
         for name in names:
             inner = os.path.join(folder, name)
@@ -175,6 +180,7 @@ class Cell:
         """
         if self.trusts:
             return
+        self._set_rights()  # another episode may have locked it
         self._scratch = os.path.join(self._scratch, name)
         os.mkdir(self._scratch)
         self._open_scratch()
@@ -255,9 +261,15 @@ class Cell:
         tempfile.tempdir = self._scratch
 
     def _set_rights(self) -> None:
-        """Let an answer use the scratch directory; the one before may have locked it."""
+        """Let an answer use the scratch directory; the one before may have locked it.
+
+        Raises OSError where it is a link, which root must not follow.
+        """
+        if os.path.islink(self._scratch):
+            raise OSError(f"{self._scratch} is a link, which an answer has made")
         if self._user:
-            os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
+            owner = 0 if self._as_owner else self._user
+            os.chown(self._scratch, owner, self._user, follow_symlinks=False)
         os.chmod(self._scratch, 0o770 if self._user else 0o700)
 
     def _set_limits(self, beside: int) -> None:
@@ -265,9 +277,10 @@ class Cell:
         _limit(resource.RLIMIT_FSIZE, self._memory)
         _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         if linux.LINUX:
-            others = 0
-            if not self._user:  # counted now where they can be: a run starts threads
-                others = self._tasks if self._namespaces else count_tasks()
+            others = 0 if self._user else self._tasks
+            if not self._user and not self._namespaces and self._is_limited:
+                # Counted again where they can be, as a run starts threads after its workers.
+                others = min(count_tasks(), others + MAX_LATER_TASKS)
             _limit(resource.RLIMIT_NPROC, others + beside + MAX_PROCESSES)
 
 

@@ -16,11 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.rows import Rows, where_rows
+from specrl_jax.rollout.rows import where_rows
 from specrl_jax.sharding import reshard
-from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, StatePart, TokenColumns
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, StatePart
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def as_drafts(responses: Rollout | Drafts) -> Drafts:
+    """Return responses as drafts for the match rule, which reads tokens and lengths alone."""
+    return Drafts(responses.tokens, responses.lens)
+
+
+@jax.jit
+def without_drafts(drafts: Drafts, marked: Array) -> Drafts:
+    """Return drafts [B], of length 0 in the rows that are `marked`, bool [B], on host or device."""
+    return dataclasses.replace(drafts, lens=jnp.where(reshard(marked, "batch"), 0, drafts.lens))
+
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
@@ -67,11 +80,6 @@ class RunAhead(StatePart):
         return self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
 
 
-def as_drafts(responses: Rollout | Drafts) -> Drafts:
-    """Return responses as drafts for the match rule, which reads tokens and lengths alone."""
-    return Drafts(responses.tokens, responses.lens)
-
-
 @jax.jit
 def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
     begun = (drafts.lens > 0) & own
@@ -108,33 +116,3 @@ class Resumed(StatePart):
     def restore(self, host, arrays: PartialRows) -> "Resumed":
         prompt_ids, noise_steps = host
         return Resumed(arrays, tuple(prompt_ids), tuple(map(tuple, noise_steps)))
-
-
-@jax.jit
-def without_drafts(drafts: Drafts, marked: Array) -> Drafts:
-    """Return drafts [B], of length 0 in the rows that are `marked`, bool [B], on host or device."""
-    return dataclasses.replace(drafts, lens=jnp.where(reshard(marked, "batch"), 0, drafts.lens))
-
-
-@jax.jit
-def write_partial_rows(all_rows: Rows, partial_rows: PartialRows) -> Rows:
-    """Return all rows with the tokens and state that they hold already, [B]."""
-    rollout = partial_rows.rollout
-    have = rollout.lens > 0
-    margin = all_rows.tokens.shape[1] - rollout.tokens.shape[1]
-
-    def write(old: Array, new: Array) -> Array:
-        wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
-        return where_rows(have, wide, old)
-
-    columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(rollout))
-    last = read_slots(columns.tokens, jnp.maximum(rollout.lens - 1, 0), 1)[:, 0]
-    return dataclasses.replace(
-        all_rows,
-        lens=jnp.where(have, rollout.lens, all_rows.lens),
-        last=jnp.where(have, last, all_rows.last),
-        prefix_lens=jnp.where(have, rollout.prefix_lens, all_rows.prefix_lens),
-        done=partial_rows.done,
-        sources=write(all_rows.sources, rollout.sources),
-        **vars(columns),
-    )

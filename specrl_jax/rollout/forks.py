@@ -43,7 +43,7 @@ def generate_forked(
 ) -> RolloutResult:
     """Roll out G responses to each of Q prompts that fork as `spec.forks` says.
 
-    Arguments: see `generate`. The inputs take up nothing but drafts and history.
+    Arguments: see `generate`. `inputs` has no next prompts, resumed groups or partial rows.
     """
     groups = _Groups(spec, inputs)
     stats = []
@@ -52,7 +52,7 @@ def generate_forked(
         result = generate(
             spec,
             weights,
-            groups.next_inputs(limits),
+            groups.inputs_up_to(limits),
             max_lens=limits,
             speculation=speculation,
         )
@@ -85,7 +85,7 @@ class _Groups:
             stop = np.minimum(self.lens + self.spec.forks.segment, slots)
         return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
 
-    def next_inputs(self, limits: np.ndarray) -> RolloutInputs:
+    def inputs_up_to(self, limits: np.ndarray) -> RolloutInputs:
         """Return the inputs with what the rows hold, and their drafts up to the limits [B]."""
         done = put(self.done.reshape(-1), "batch")
         partial_rows = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))

@@ -11,15 +11,14 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.carry_over import (
-    Resumed,
-    RunAhead,
-    as_drafts,
-    without_drafts,
+from specrl_jax.rollout.carry_over import Resumed, RunAhead, as_drafts, without_drafts
+from specrl_jax.rollout.drafts.sources import DraftHistory
+from specrl_jax.rollout.engine.all_rows import (
+    cut_drafts,
+    read_rollout,
+    start_all_rows,
     write_partial_rows,
 )
-from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.engine.all_rows import cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.runner import Requests, Runner, Stats
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -73,23 +72,12 @@ class RolloutResult:
         """Return the indices of these rows among the rows of all given prompts, int32 [Q * G]."""
         return _rows_of(self.groups, self.group_size)
 
-    def take_groups(self, groups: np.ndarray) -> "RolloutResult":
-        """Return the result of these groups, int [n], numbers in the order of the rows."""
-        row_ids = _rows_of(groups, self.group_size)
-        return dataclasses.replace(
-            self,
-            rollout=take(self.rollout, row_ids),
-            noise_steps=self.noise_steps[groups],
-            draft_lens=self.draft_lens[row_ids],
-            resumed_lens=self.resumed_lens[row_ids],
-        )
-
     def metrics(self) -> dict[str, float]:
         """Return figures under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.run_ahead is not None:
-            begun = hosts.fetch(self.run_ahead.drafts.lens)
-            values["rollout/tokens_run_ahead"] = int(np.sum(begun))
+            ahead = hosts.fetch(self.run_ahead.drafts.lens)
+            values["rollout/tokens_run_ahead"] = int(np.sum(ahead))
         if self.resumed is not None:
             total = int(np.sum(hosts.fetch(self.rollout.lens)))
             values["rollout/tokens_resumed"] = self.resumed_tokens
@@ -110,19 +98,19 @@ def generate(
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
     next step. speculation: chooses widths of decode steps; None: all have the greatest width.
     """
-    partial_rows = _partial_rows(spec, inputs)
-    runner = start_runner(spec, weights, inputs, partial_rows, max_lens)
+    inputs = _with_partial_rows(spec, inputs)
+    runner = start_runner(spec, weights, inputs, max_lens)
     requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
     step = np.int32(inputs.noise.step)
     result = RolloutResult(
-        read_rollout(spec, all_rows, requests.drafts, partial_rows, step),
+        read_rollout(spec, all_rows, requests.drafts, inputs.partial_rows, step),
         runner.stats,
         groups=np.arange(len(inputs.prompts.lens)),
         noise_steps=requests.noise_steps,
         draft_lens=requests.draft_lens,
-        resumed_lens=requests.initial_lens,
-        resumed_tokens=int(requests.initial_lens.sum()),
+        resumed_lens=requests.partial_lens,
+        resumed_tokens=int(requests.partial_lens.sum()),
     )
     if inputs.next_prompts is not None:
         return _without_next_step(result, inputs)
@@ -135,36 +123,36 @@ def time_decoding(
     spec: RolloutSpec, weights: Params, inputs: RolloutInputs
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout; return seconds by (rows, width)."""
-    return time_steps(start_runner(spec, weights, inputs, _partial_rows(spec, inputs)))
+    return time_steps(start_runner(spec, weights, _with_partial_rows(spec, inputs)))
 
 
 # --- in -------------------------------------------------------------------------------------------
 
 
-def _partial_rows(spec: RolloutSpec, inputs: RolloutInputs) -> PartialRows | None:
-    """Return the tokens and state that rows hold already, [Q * G]; None: they hold nothing."""
+def _with_partial_rows(spec: RolloutSpec, inputs: RolloutInputs) -> RolloutInputs:
+    """Return the inputs with the rows of resumed groups among `partial_rows`."""
     if inputs.resumed is None:
-        return inputs.partial_rows
+        return inputs
     row_ids = np.arange(len(inputs.resumed.prompt_ids) * spec.group_size)
-    return take(inputs.resumed.rows, row_ids, len(inputs.prompts.lens) * spec.group_size)
+    rows = take(inputs.resumed.rows, row_ids, len(inputs.prompts.lens) * spec.group_size)
+    return dataclasses.replace(inputs, partial_rows=rows)
 
 
 def start_runner(
     spec: RolloutSpec,
     weights: Params,
     inputs: RolloutInputs,
-    partial_rows: PartialRows | None = None,
     max_lens: np.ndarray | None = None,
 ) -> Runner:
     """Return the runner of a rollout, before any row has begun."""
-    requests = _requests(spec, inputs, partial_rows)
+    requests = _requests(spec, inputs)
     noise = dataclasses.replace(inputs.noise, noise_steps=requests.noise_steps)
     all_rows = start_all_rows(spec, requests.prompts, noise, max_lens)
-    if partial_rows is not None:
-        all_rows = write_partial_rows(all_rows, partial_rows)
+    if inputs.partial_rows is not None:
+        all_rows = write_partial_rows(all_rows, inputs.partial_rows)
     if requests.drafts is not None:
         ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, requests.drafts.lens))
-        new = np.maximum(ends - requests.initial_lens, 0)
+        new = np.maximum(ends - requests.partial_lens, 0)
         requests = dataclasses.replace(
             requests, draft_ends=cut_ends, draft_lens=requests.draft_lens + new
         )
@@ -192,9 +180,7 @@ def _order(inputs: RolloutInputs) -> np.ndarray:
     return np.concatenate([part.reshape(pieces, -1) for part in groups], axis=1).reshape(-1)
 
 
-def _requests(
-    spec: RolloutSpec, inputs: RolloutInputs, partial_rows: PartialRows | None
-) -> Requests:
+def _requests(spec: RolloutSpec, inputs: RolloutInputs) -> Requests:
     """Return the requests for all rows, in the order of `_order`; `draft_ends` are still 0."""
     order = _order(inputs)
     group_size = spec.group_size
@@ -204,23 +190,24 @@ def _requests(
     if inputs.next_prompts is not None:
         prompts = select(concatenate(prompts, inputs.next_prompts), order)
     nothing = np.zeros(len(prompts.lens) * group_size, np.int32)
-    initial_lens = nothing
+    partial_lens = nothing
     draft_lens = nothing
     done = nothing > 0
-    if partial_rows is not None:
-        fetched = (partial_rows.rollout.lens, partial_rows.draft_lens, partial_rows.done)
-        initial_lens, draft_lens, done = hosts.fetch(fetched)
+    if inputs.partial_rows is not None:
+        rows = inputs.partial_rows
+        fetched = hosts.fetch((rows.rollout.lens, rows.draft_lens, rows.done))
+        partial_lens, draft_lens, done = fetched
     fills = np.arange(len(prompts.lens)) >= len(prompts.lens) - inputs.fillers
     num_resumed = len(inputs.resumed.prompt_ids) if inputs.resumed else 0
     return Requests(
         prompts,
         noise_steps,
         num_train_rows,
-        initial_lens=initial_lens,
+        partial_lens=partial_lens,
         done=done | np.repeat(fills, group_size),
         draft_ends=nothing,
         draft_lens=draft_lens,
-        drafts=_ordered_drafts(inputs, initial_lens, group_size, order),
+        drafts=_ordered_drafts(inputs, partial_lens, group_size, order),
         log_lenience=inputs.log_lenience,
         history=_ordered_history(inputs, order),
         begin_first=np.arange(len(noise_steps)) < num_resumed,
@@ -242,7 +229,7 @@ def _noise_steps(inputs: RolloutInputs, group_size: int) -> np.ndarray:
 
 
 def _ordered_drafts(
-    inputs: RolloutInputs, initial_lens: np.ndarray, group_size: int, order: np.ndarray
+    inputs: RolloutInputs, partial_lens: np.ndarray, group_size: int, order: np.ndarray
 ) -> Drafts | None:
     """Return drafts of all rows, in `order`; resumed groups that hold tokens have none."""
     drafts = inputs.drafts
@@ -253,8 +240,8 @@ def _ordered_drafts(
         known = np.where(row_ids < len(drafts.lens), 0, -1)
         return assemble([drafts], np.stack([known, row_ids], axis=1))
     if inputs.resumed is not None:
-        begun = np.repeat(initial_lens.reshape(-1, group_size).any(axis=1), group_size)
-        return without_drafts(drafts, begun)
+        is_resumed = np.repeat(partial_lens.reshape(-1, group_size).any(axis=1), group_size)
+        return without_drafts(drafts, is_resumed)
     return drafts
 
 
@@ -270,6 +257,18 @@ def _ordered_history(inputs: RolloutInputs, order: np.ndarray) -> DraftHistory |
 # --- out ------------------------------------------------------------------------------------------
 
 
+def _take_groups(result: RolloutResult, groups: np.ndarray) -> RolloutResult:
+    """Return the rows of these groups, int [n], by their order in the rollout; `groups` stays."""
+    row_ids = _rows_of(groups, result.group_size)
+    return dataclasses.replace(
+        result,
+        rollout=take(result.rollout, row_ids),
+        noise_steps=result.noise_steps[groups],
+        draft_lens=result.draft_lens[row_ids],
+        resumed_lens=result.resumed_lens[row_ids],
+    )
+
+
 def _without_next_step(result: RolloutResult, inputs: RolloutInputs) -> RolloutResult:
     """Return the result of the rows to train on; rows of the next step become `run_ahead`."""
     num_train = len(inputs.prompts.lens)
@@ -277,7 +276,7 @@ def _without_next_step(result: RolloutResult, inputs: RolloutInputs) -> RolloutR
     next_step = _rows_of(positions[num_train:], result.group_size)
     names = tuple(example.prompt_id for example in inputs.next_prompts.examples)
     run_ahead = RunAhead(as_drafts(take(result.rollout, next_step)), names)
-    trained = result.take_groups(positions[:num_train])
+    trained = _take_groups(result, positions[:num_train])
     return dataclasses.replace(trained, run_ahead=run_ahead)
 
 
@@ -302,7 +301,7 @@ def _without_unfinished(
         tuple(inputs.prompts.examples[group].prompt_id for group in others),
         tuple(map(tuple, result.noise_steps[others].tolist())),
     )
-    trained = result.take_groups(finished)
+    trained = _take_groups(result, finished)
     return dataclasses.replace(trained, groups=finished, resumed=resumed)
 
 

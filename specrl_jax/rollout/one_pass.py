@@ -47,7 +47,7 @@ def distributions(
 
 @dataclasses.dataclass(frozen=True)
 class FusedDistributions:
-    """Distributions whose logits are never stored: the head's kernel samples and scores."""
+    """Distributions of the head's kernel: there are no logits unless `whole` is read."""
 
     model: Transformer
     hidden: Array  # [B, T, D], after the final norm

@@ -157,9 +157,9 @@ def where_rows(marked: Array, new: Array, old: Array) -> Array:
     return jnp.where(marked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
-def take(tree, row_ids: np.ndarray, rows: int | None = None):
-    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `rows` rows."""
-    picks = np.full((rows or len(row_ids), 2), -1)
+def take(tree, row_ids: np.ndarray, num_rows: int | None = None):
+    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `num_rows` rows."""
+    picks = np.full((num_rows or len(row_ids), 2), -1)
     picks[: len(row_ids), 0] = 0
     picks[: len(row_ids), 1] = row_ids
     return assemble([tree], picks)

@@ -79,7 +79,7 @@ class EpisodeRollout:
             put(counts, "batch"),
             put(answered, "batch"),
         )
-        requests = dataclasses.replace(runner.requests, initial_lens=lens + counts)
+        requests = dataclasses.replace(runner.requests, partial_lens=lens + counts)
         if self.draft_episodes is not None:
             requests = self._with_drafts(requests, answered)
         self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
@@ -92,7 +92,7 @@ class EpisodeRollout:
         lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
         drafts = dataclasses.replace(requests.drafts, lens=lens)
         ends, cut_ends = hosts.fetch(cut_drafts(spec, rows, lens))
-        more = np.where(answered, np.maximum(ends - requests.initial_lens, 0), 0)
+        more = np.where(answered, np.maximum(ends - requests.partial_lens, 0), 0)
         return dataclasses.replace(
             requests,
             drafts=drafts,
@@ -110,7 +110,7 @@ class EpisodeRollout:
             groups=np.arange(len(requests.prompts.lens)),
             noise_steps=requests.noise_steps,
             draft_lens=requests.draft_lens,
-            resumed_lens=np.zeros_like(requests.initial_lens),
+            resumed_lens=np.zeros_like(requests.partial_lens),
         )
 
 

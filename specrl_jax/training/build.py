@@ -50,7 +50,7 @@ from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.group_buffer import part_size, trained_group_size
 from specrl_jax.training.responses import Responder
 from specrl_jax.training.rollout_queue import RolloutQueue
-from specrl_jax.training.state import Fingerprint, Reference, RolloutState, Run, RunState
+from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -84,7 +84,7 @@ def build(config) -> tuple[Run, Params]:
         responder=responder,
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
-        collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
+        collector=next(x for x in COLLECTORS if x.is_asked_for(config)),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
         rollout_mesh=rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor),
@@ -184,7 +184,7 @@ def policy_schedule(config, total_steps: int) -> optax.Schedule:
 
 
 def critic_only_steps(config) -> int:
-    """Return how many of the first steps only the critic learns in."""
+    """Return how many of the first steps leave the policy as it is: the critic learns."""
     return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
 
 
@@ -249,7 +249,7 @@ def _describe(run: Run, stream: PromptStream) -> None:
 
 def init_state(run: Run, params: Params) -> RunState:
     """Return the state before step 1: the policy warmed up, nothing stored."""
-    origin = Fingerprint.of(run, params, is_reference=False)
+    origin = RunOrigin.of(run, params, is_reference=False)
     trained, reference, draft_head = _warm_up_policy(run, params)
     base_params = reference.params if run.model.lora else None
     policy_state = init_policy_state(run.update_spec, trained, base_params, draft_head)
@@ -312,7 +312,7 @@ def resume(
     reference = _reference_to_restore(run, params)
     saved = step is None or checkpoints.holds(step, "reference")
     is_reference = reference is not None and not (saved and reference.saved)
-    origin = Fingerprint.of(run, params, is_reference)
+    origin = RunOrigin.of(run, params, is_reference)
     base_params = reference.params if run.model.lora else None
     init = functools.partial(init_policy_state, run.update_spec)
     policy_state = jax.eval_shape(init, abstract_trained(run.model), base_params)
@@ -337,7 +337,7 @@ def resume(
 
 
 def _new_state(
-    run: Run, policy_state: PolicyState, origin: Fingerprint, reference: Reference | None
+    run: Run, policy_state: PolicyState, origin: RunOrigin, reference: Reference | None
 ) -> RunState:
     """Return a state with every part that the configuration asks for, empty."""
     with jax.set_mesh(run.rollout_mesh):

@@ -65,8 +65,8 @@ class WholeRollout:
         """Return whether the step needs one more rollout after these."""
         return not rollouts
 
-    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
-        """Return the inputs of the next rollout, without drafts."""
+    def choose_prompts(self, run: Run, state: RolloutState) -> RolloutInputs:
+        """Choose the prompts of the next rollout; return its inputs, without drafts."""
         prompts = state.stream.next()
         return RolloutInputs(prompts, state.noise_key(prompts))
 
@@ -123,8 +123,8 @@ class RunningAhead(WholeRollout):
         rows = rollout_rows(run.config)
         state.run_ahead = RunAhead.empty(rows, run.config.rollout.response_len)
 
-    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
-        inputs = super().next_inputs(run, state)
+    def choose_prompts(self, run: Run, state: RolloutState) -> RolloutInputs:
+        inputs = super().choose_prompts(run, state)
         later = state.stream.peek()
         noise_steps = state.kept_noise.noise_steps(later, state.step + 1)
         return dataclasses.replace(inputs, next_prompts=later, next_noise_steps=noise_steps)
@@ -143,9 +143,9 @@ class RunningAhead(WholeRollout):
     def history(self, run: Run, state: RolloutState, prompts: Prompts) -> DraftHistory:
         tokens, lens = super().history(run, state, prompts)
         # Newest: a sibling may go on where one stopped.
-        begun_tokens, begun_lens = state.run_ahead.history(prompts)
-        tokens = jnp.concatenate([begun_tokens, tokens], axis=1)
-        return tokens, jnp.concatenate([begun_lens, lens], axis=1)
+        ahead_tokens, ahead_lens = state.run_ahead.history(prompts)
+        tokens = jnp.concatenate([ahead_tokens, tokens], axis=1)
+        return tokens, jnp.concatenate([ahead_lens, lens], axis=1)
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         batch = super().batch(run, state, rollouts)
@@ -177,7 +177,7 @@ class PartialRollout(WholeRollout):
         stored = run.rollout_spec.stored_logprobs
         state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
-    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
+    def choose_prompts(self, run: Run, state: RolloutState) -> RolloutInputs:
         config = run.config.rollout
         resumed_ids = state.resumed.prompt_ids
         size = config.prompts_per_step
@@ -220,7 +220,7 @@ class WaitingGroups(WholeRollout):
     def wants_rollout(self, state: RolloutState, rollouts: Sequence[Responses]) -> bool:
         return state.groups.wants_rollout()
 
-    def next_inputs(self, run: Run, state: RolloutState) -> RolloutInputs:
+    def choose_prompts(self, run: Run, state: RolloutState) -> RolloutInputs:
         """Return new prompts, and then the further parts of the groups that are to be finished."""
         groups = state.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
@@ -259,7 +259,7 @@ COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 def next_inputs(run: Run, state: RolloutState) -> tuple[RolloutInputs, Drafts]:
     """Return the next rollout's inputs, and the newest stored responses to its prompts, [Q * G]."""
-    inputs = run.collector.next_inputs(run, state)
+    inputs = run.collector.choose_prompts(run, state)
     previous = state.store.get(inputs.prompts, step=state.step)
     return _with_drafts(run, state, inputs, previous), previous
 
@@ -297,8 +297,9 @@ def _with_drafts(
 def _without_stuck(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
     """Leave out a share of the drafts of stuck groups, other samples at every visit.
 
-    A group is stuck while its responses are all wrong: all reused, it would be so for ever. An
-    exact rule keeps all: its tokens are exact only if no reward decides which drafts it sees.
+    A group is stuck where its rewards are equal and below 1. With all its responses reused it
+    would stay so. An exact rule keeps all: its tokens are exact only if no reward decides which
+    drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
     if run.rollout_spec.accept.exact or not share:

@@ -80,10 +80,10 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """Return rewards float32 [B] or [B, K], less the overlong penalty, and its mean as a metric.
+    """Return the rewards to learn from, float32 [B] or [B, K], and the mean overlong penalty.
 
-    They are [B, K] as `Advantage.by_function` or `by_turn` says. Of several functions the penalty
-    is one more; of several turns only the last is penalized.
+    K is as `Advantage.by_function` or `by_turn` says. The penalty is subtracted; of several
+    functions it is one column more, and of several turns only the last pays it.
     """
     settings = run.config.reward
     advantage = choose_advantage(run.config)

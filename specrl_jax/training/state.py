@@ -1,8 +1,8 @@
 """Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
 A new part of the state is a `types.StatePart`, which gives and takes back what a checkpoint holds,
-a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A way to collect adds its
-own part (`collect`).
+a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A collector adds its own
+part (`collect`).
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Run:
     responder: Responder
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # way to collect a batch: one of `collect.COLLECTORS`
+    collector: Any  # one of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
@@ -109,7 +109,7 @@ class Reference(StatePart):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fingerprint(StatePart):
+class RunOrigin(StatePart):
     """Model, held-out prompts and solutions that a run began with; a resume refuses others."""
 
     source: str  # of the config
@@ -120,7 +120,7 @@ class Fingerprint(StatePart):
     is_reference: bool  # the reference is made from the source again
 
     @classmethod
-    def of(cls, run: Run, params: Params, is_reference: bool) -> "Fingerprint":
+    def of(cls, run: Run, params: Params, is_reference: bool) -> "RunOrigin":
         """Describe the model of `params`, those that `build` gave."""
         shape = dataclasses.asdict(run.model)
         for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
@@ -140,7 +140,7 @@ class Fingerprint(StatePart):
         digests = {"held_out": self.held_out, "solutions": self.solutions}
         return {"shape": self.shape, "weights": self.weights} | digests
 
-    def restore(self, host: dict[str, Any], arrays) -> "Fingerprint":
+    def restore(self, host: dict[str, Any], arrays) -> "RunOrigin":
         changed = [
             f"{name} was {host['shape'][name]}, now {value}"
             for name, value in self.shape.items()
@@ -226,7 +226,7 @@ class RunState:
     policy_state: PolicyState
     rollout: RolloutState
     queue: Any  # `rollout_queue.RolloutQueue`: batches whose update comes later
-    origin: Fingerprint
+    origin: RunOrigin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
     reference: Reference | None = None  # with a KL penalty, and with adapters

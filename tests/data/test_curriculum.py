@@ -28,7 +28,7 @@ def test_an_epoch_is_its_own_order_of_all_prompts_but_the_leftover():
     stream = PromptStream(encoded_set(11), 3, seed=5)
     assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
     for epoch in range(4):
-        assert (stream.pass_index, stream.batch_index) == (epoch, 0)
+        assert (stream.epoch_index, stream.batch_index) == (epoch, 0)
         order = np.random.default_rng([5, epoch]).permutation(11)[:9]
         assert [p for _ in range(3) for p in prompts_of(stream.next())] == [f"{i}>" for i in order]
 
@@ -88,7 +88,7 @@ def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
         for _ in range(4):  # some are done, in any order
             done = flying.pop(rng.integers(len(flying)))
             count[done] += 1
-        count_drawn = 4 * (2 * stream.pass_index + stream.batch_index)
+        count_drawn = 4 * (2 * stream.epoch_index + stream.batch_index)
         waiting = len(stream.host()["waiting"])
         assert count.total() + len(flying) + waiting == count_drawn
         # What waits was passed over, or is the rest of a batch.

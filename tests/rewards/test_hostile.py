@@ -146,6 +146,28 @@ def test_an_answer_locks_no_folder_for_the_next(tmp_path, monkeypatch, worker):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_is_removed_however_deep_and_no_link_is_followed(tmp_path):
+    target = tmp_path / "target"
+    (target / "a").mkdir(parents=True)
+    for folder in (target, target / "a"):
+        folder.chmod(0o755)
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        containment.remove_folder(str(tmp_path / "link"))
+    assert [folder.stat().st_mode & 0o777 for folder in (target, target / "a")] == [0o755] * 2
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    with contextlib.ExitStack() as stack:
+        fd = os.open(deep, os.O_RDONLY)
+        for _ in range(20):  # longer than a path may be
+            stack.callback(os.close, fd)
+            os.mkdir("x" * 255, dir_fd=fd)
+            fd = os.open("x" * 255, os.O_RDONLY, dir_fd=fd)
+        stack.callback(os.close, fd)
+    containment.remove_folder(str(deep))
+    assert not deep.exists()
+
+
 FORKS = """
 import os, time
 value = 0

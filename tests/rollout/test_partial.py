@@ -264,6 +264,6 @@ def test_a_run_made_shorter_takes_up_all_that_has_begun(mesh):
     begun = [example.prompt_id for example in state.stream.take(6).examples]
     state.resumed = dataclasses.replace(state.resumed, prompt_ids=tuple(begun))
     state.step = 3
-    inputs = run.collector.next_inputs(dataclasses.replace(run, total_steps=3), state)
+    inputs = run.collector.choose_prompts(dataclasses.replace(run, total_steps=3), state)
     assert [example.prompt_id for example in inputs.prompts.examples[:6]] == begun
     assert (len(inputs.prompts.lens), inputs.fillers) == (8, 2)

@@ -13,7 +13,7 @@ from specrl_jax.data.prompts import select
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
-from specrl_jax.training.state import Fingerprint, RunState
+from specrl_jax.training.state import RunOrigin, RunState
 
 ALWAYS = {"stream", "store", "origin", "kept_noise", "queue"}
 ADAPTIVE = {"rollout.adaptive": True}
@@ -110,7 +110,7 @@ def test_on_another_machine_seconds_are_measured_again(mesh, tmp_path, monkeypat
 
 
 def test_a_resume_with_other_solutions_is_refused():
-    origin = Fingerprint("", {}, 0, held_out="", solutions="now", is_reference=False)
+    origin = RunOrigin("", {}, 0, held_out="", solutions="now", is_reference=False)
     host = {"shape": {}, "weights": 0, "held_out": "", "solutions": "before"}
     line = line_of(origin.restore, host, None)
     assert line.startswith("data must be as in the checkpoint: the solutions were before, are now;")

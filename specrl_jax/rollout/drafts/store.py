@@ -145,7 +145,7 @@ class DraftStore(StatePart):
     ) -> None:
         """Store the groups' responses; older generations move back by one.
 
-        stuck: bool [Q], groups that have no right response and teach nothing; None: none.
+        stuck: bool [Q], groups whose rewards are equal and below 1; None: none.
         Raises ValueError if a prompt occurs twice.
         """
         names = [e.prompt_id for e in prompts.examples]

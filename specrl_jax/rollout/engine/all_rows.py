@@ -1,5 +1,6 @@
 """All rows of a rollout: their start, the lengths of their drafts, and their end as a `Rollout`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
+from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.rows import Rows, gather
+from specrl_jax.rollout.rows import Rows, gather, where_rows
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, TokenColumns
@@ -19,13 +21,13 @@ from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, Toke
 def start_all_rows(
     spec: RolloutSpec, prompts: Prompts, noise: NoiseKey, max_lens: np.ndarray | None = None
 ) -> Rows:
-    """Start rows that hold only their prompts. max_lens: as in `start_inputs`."""
+    """Start rows that hold only their prompts. max_lens: as in `start_arrays`."""
     noise_steps = noise.steps_of(len(prompts.lens), spec.group_size)
-    inputs = start_inputs(spec, prompts, noise_steps, max_lens)
-    return start_rows(spec, int(noise.purpose), noise.key, *inputs)
+    arrays = start_arrays(spec, prompts, noise_steps, max_lens)
+    return start_rows(spec, int(noise.purpose), noise.key, *arrays)
 
 
-def start_inputs(
+def start_arrays(
     spec: RolloutSpec,
     prompts: Prompts,
     noise_steps: np.ndarray,
@@ -92,6 +94,30 @@ def start_rows(
     )
 
 
+@jax.jit
+def write_partial_rows(all_rows: Rows, partial_rows: PartialRows) -> Rows:
+    """Return all rows with the tokens and state that they hold already, [B]."""
+    rollout = partial_rows.rollout
+    have = rollout.lens > 0
+    margin = all_rows.tokens.shape[1] - rollout.tokens.shape[1]
+
+    def write(old: Array, new: Array) -> Array:
+        wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
+        return where_rows(have, wide, old)
+
+    columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(rollout))
+    last = read_slots(columns.tokens, jnp.maximum(rollout.lens - 1, 0), 1)[:, 0]
+    return dataclasses.replace(
+        all_rows,
+        lens=jnp.where(have, rollout.lens, all_rows.lens),
+        last=jnp.where(have, last, all_rows.last),
+        prefix_lens=jnp.where(have, rollout.prefix_lens, all_rows.prefix_lens),
+        done=partial_rows.done,
+        sources=write(all_rows.sources, rollout.sources),
+        **vars(columns),
+    )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
     """Return where drafts of `lens` [B] tokens end, int32 [B] each.
@@ -145,11 +171,11 @@ def read_rollout(
         origin_steps = jnp.where(reused, drafts.origin_steps, origin_steps)
         draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, draft_logprobs)
     if partial_rows is not None:
-        held = partial_rows.rollout
-        before = positions < held.lens[:, None]
-        origin_logprobs = jnp.where(before, held.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(before, held.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(before, held.draft_logprobs, draft_logprobs)
+        earlier = partial_rows.rollout
+        before = positions < earlier.lens[:, None]
+        origin_logprobs = jnp.where(before, earlier.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(before, earlier.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(before, earlier.draft_logprobs, draft_logprobs)
     return Rollout(
         tokens=jnp.where(inside, columns.tokens, spec.pad_id),
         lens=rows.lens,

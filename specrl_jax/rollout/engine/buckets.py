@@ -31,7 +31,7 @@ class Buckets:
     """All shapes of a rollout's programs; a bucket is one of the `sizes` of its batch."""
 
     model: ModelConfig
-    batch_slots: int  # slots of the largest batch, a multiple of `shards`
+    batch_size: int  # slots of the largest batch, a multiple of `shards`
     prompt_slots: int  # P
     response_slots: int  # R
     row_buckets: int  # number of batch sizes, each half the last
@@ -42,7 +42,7 @@ class Buckets:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes in slots, descending, each half the last: multiples of `shards`."""
-        own = (-(-self.batch_slots // 2**i // self.shards) for i in range(self.row_buckets))
+        own = (-(-self.batch_size // 2**i // self.shards) for i in range(self.row_buckets))
         return tuple(sorted({max(n, 1) * self.shards for n in own}, reverse=True))
 
     @functools.cached_property

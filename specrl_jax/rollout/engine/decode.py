@@ -37,10 +37,10 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 
 
 class ShardSizes(NamedTuple):
-    """Numbers of rows of a rollout on each shard; int32."""
+    """Rows of a rollout on each shard: how many; int32."""
 
     train_rows: Array  # rows to train on: the first ones
-    rows: Array
+    rows: Array  # all of them, run-ahead included
 
 
 @jax.tree_util.register_dataclass

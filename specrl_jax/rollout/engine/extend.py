@@ -139,8 +139,8 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-class RowInputs(NamedTuple):
-    """Rows of a rollout, B, as `extend` and `feed` read them."""
+class PrefillInputs(NamedTuple):
+    """What `extend` and `feed` read of a rollout of B rows, beside its running batch."""
 
     all_rows: Rows  # [B], with the tokens that they hold
     # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
@@ -157,7 +157,7 @@ def extend(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: RowInputs,
+    inputs: PrefillInputs,
     texts: PackedTexts,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
@@ -165,7 +165,7 @@ def extend(
     Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
     `decode.count_unfinished` returns.
     """
-    # Chunks are few and large: a scan over stacked layers compiles fast, and costs them little.
+    # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     layers = spec.model.num_layers
     texts = texts.on_mesh()
@@ -251,7 +251,7 @@ def begin_rows(
     verify_width: int,
     model: Transformer,
     hidden: Array,
-    inputs: RowInputs,
+    inputs: PrefillInputs,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.

@@ -25,7 +25,7 @@ from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
-from specrl_jax.rollout.engine.extend import RowBlock, RowInputs, begin_rows
+from specrl_jax.rollout.engine.extend import PrefillInputs, RowBlock, begin_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -98,7 +98,7 @@ def feed(
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: RowInputs,
+    inputs: PrefillInputs,
     fed: Fed,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch in which the rows of `fed` have gone on in their slots.

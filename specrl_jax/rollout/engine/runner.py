@@ -24,7 +24,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import PackedTexts, RowInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import PackedTexts, PrefillInputs, extend, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import (
@@ -50,7 +50,7 @@ class Requests:
     prompts: Prompts  # [B / G]
     noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
     num_train_rows: int  # rows to train on
-    initial_lens: np.ndarray  # int32 [B], tokens that rows hold already
+    partial_lens: np.ndarray  # int32 [B], tokens that rows hold now; every turn adds to them
     done: np.ndarray  # bool [B], rows that need no more tokens
     draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
     draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
@@ -58,7 +58,7 @@ class Requests:
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
     history: DraftHistory | None = None  # of the prompts, for the draft source
     begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    stop_after_done: int = 0  # finished groups, fillers included, at which it may end; 0: all
+    stop_after_done: int = 0  # finished groups, fillers too, at which a rollout may end; 0: all
 
     @property
     def group_size(self) -> int:
@@ -149,7 +149,7 @@ class Runner:
         self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
-        self.draft_state_stale = bool(self.requests.initial_lens.any())
+        self.draft_state_stale = bool(self.requests.partial_lens.any())
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
 
     # Rows begin -----------------------------------------------------------------------------------
@@ -159,16 +159,17 @@ class Runner:
         draft."""
         requests = self.requests
         prompts = requests.prompts
-        group = requests.group_size
+        group_size = requests.group_size
         tokens = np.zeros((len(requests.done), self.spec.response_slots), np.int32)
         if requests.drafts is not None and requests.draft_ends.any():
             tokens = hosts.fetch(requests.drafts.tokens)
-        if requests.initial_lens.any():
-            begun = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
-            inside = np.arange(tokens.shape[1]) < requests.initial_lens[:, None]
-            tokens = np.where(inside, begun, tokens)
-        texts = np.repeat(np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1]))), group, axis=0)
-        columns = np.repeat(prompts.lens, group)[:, None] + np.arange(tokens.shape[1])
+        if requests.partial_lens.any():
+            own_tokens = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
+            inside = np.arange(tokens.shape[1]) < requests.partial_lens[:, None]
+            tokens = np.where(inside, own_tokens, tokens)
+        padded = np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1])))
+        texts = np.repeat(padded, group_size, axis=0)
+        columns = np.repeat(prompts.lens, group_size)[:, None] + np.arange(tokens.shape[1])
         np.put_along_axis(texts, columns, tokens, axis=1)
         return texts
 
@@ -184,7 +185,7 @@ class Runner:
         texts = pack_texts(
             self.buckets,
             self._texts[every],
-            prompt_lens + np.maximum(requests.initial_lens, requests.draft_ends)[every],
+            prompt_lens + np.maximum(requests.partial_lens, requests.draft_ends)[every],
             [rows % requests.shard_rows for rows in row_ids],
             requests.draft_ends[every],
         )
@@ -199,8 +200,8 @@ class Runner:
         slots[index[inside]] = inside
         return slots
 
-    def resume_rows(self, row_ids: np.ndarray, batch_slots: np.ndarray, starts: np.ndarray) -> None:
-        """Let rows go on in their slots. row_ids, batch_slots: int [k].
+    def go_on(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Let rows go on in their slots. row_ids: int [k]. slots: int [k], of the whole batch.
 
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
@@ -210,9 +211,9 @@ class Runner:
             self.buckets,
             requests.shard_rows,
             row_ids,
-            batch_slots % (self.size // self.buckets.shards),
+            slots % (self.size // self.buckets.shards),
             starts,
-            requests.initial_lens[row_ids],
+            requests.partial_lens[row_ids],
             requests.draft_ends[row_ids],
         )
         self._run_prefill(feed, fed)
@@ -223,7 +224,7 @@ class Runner:
         """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
         requests = self.requests
-        inputs = RowInputs(
+        inputs = PrefillInputs(
             self.all_rows,
             requests.drafts,
             np.float32(requests.log_lenience),

@@ -91,7 +91,7 @@ class Scheduler:
         here = slots[rows] >= 0
         self.occupied = runner.unfinished_all + self._by_shard(rows[here])
         if here.any():
-            runner.resume_rows(rows[here], slots[rows[here]], starts[here])
+            runner.go_on(rows[here], slots[rows[here]], starts[here])
         for row in rows[~here][::-1].tolist():
             self.train_queues[row // requests.shard_rows].insert(0, row)
         lives = np.flatnonzero(~over)
@@ -181,13 +181,13 @@ def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
 
     trained: True for rows to train on, False for rows of the next step.
     """
-    group = requests.group_size
+    group_size = requests.group_size
     rows = np.arange(len(requests.done))
     first = requests.begin_first
-    late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group)
+    late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group_size)
     # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
-    longest = np.repeat(requests.draft_ends.reshape(-1, group).max(axis=1), group)
-    order = np.lexsort((rows, -longest, late, requests.initial_lens == 0))
+    longest = np.repeat(requests.draft_ends.reshape(-1, group_size).max(axis=1), group_size)
+    order = np.lexsort((rows, -longest, late, requests.partial_lens == 0))
     order = order[~requests.done[order] & (requests.trained(order) == trained)]
     return [
         order[order // requests.shard_rows == shard].tolist()

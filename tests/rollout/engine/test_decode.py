@@ -16,7 +16,7 @@ from specrl_jax.rollout.engine.decode import (
     count_unfinished,
     decode_steps,
 )
-from specrl_jax.rollout.engine.extend import RowInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import PrefillInputs, extend, pack_texts
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
@@ -41,7 +41,7 @@ def begin(spec, weights, prompts, max_lens=None):
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
     packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
-    inputs = RowInputs(all_rows, None, np.float32(0), ShardSizes(count, count))
+    inputs = PrefillInputs(all_rows, None, np.float32(0), ShardSizes(count, count))
     return extend(spec, buckets, weights, cache, rows, inputs, packed)[:2]
 
 

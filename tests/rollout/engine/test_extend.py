@@ -18,7 +18,7 @@ from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import RowInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import PrefillInputs, extend, pack_texts
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -377,7 +377,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        inputs = RowInputs(
+        inputs = PrefillInputs(
             ref.put_rows(case.rows),
             ref.put_rows(case.drafts),
             np.float32(LOG_LENIENCE),
