@@ -37,7 +37,7 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 
 
 class ShardSizes(NamedTuple):
-    """Rows of a rollout on each shard: how many; int32."""
+    """Numbers of the rows that each shard has in a rollout; int32."""
 
     train_rows: Array  # rows to train on: the first ones
     rows: Array  # all of them, run-ahead included

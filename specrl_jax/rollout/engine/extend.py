@@ -140,7 +140,7 @@ class RowBlock(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """What `extend` and `feed` read of a rollout of B rows, beside its running batch."""
+    """Rows, drafts and lenience of a rollout of B rows, as `extend` and `feed` read them."""
 
     all_rows: Rows  # [B], with the tokens that they hold
     # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
