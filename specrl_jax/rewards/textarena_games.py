@@ -16,6 +16,9 @@ from textarena.envs.registration import ENV_REGISTRY
 from specrl_jax.inputs import one_line
 from specrl_jax.rewards.environment_protocol import Step
 
+# Games that a policy would learn wrongly, by their class, and why.
+_WRONG_REWARDS = {"BanditEnv": "TextArena pays its best button 0, and its worst one the most"}
+
 
 class Game:
     """A game; `load_game` makes a class for each. Its own reward ends it."""
@@ -58,5 +61,8 @@ def load_game(name: str) -> type[Game]:
         if name not in ENV_REGISTRY:
             alike = [game for game in ENV_REGISTRY if game.startswith(f"{name}-v")]
             raise ValueError(f"there is {', '.join(alike[:3]) or 'no such game'}")
-        importlib.import_module(ENV_REGISTRY[name].entry_point.partition(":")[0])
+        module, _, kind = ENV_REGISTRY[name].entry_point.partition(":")
+        if kind in _WRONG_REWARDS:
+            raise ValueError(_WRONG_REWARDS[kind])
+        importlib.import_module(module)
     return type("Game", (Game,), {"name": name})
