@@ -85,6 +85,7 @@ def base() -> ConfigDict:
     reward.format = ""  # regex of a whole response, for format; "": <think>..</think>, then text
     reward.timeout = 5.0  # wall-clock seconds for one answer, or one step of an environment
     reward.memory_mib = 1024  # MiB that one answer, or one episode, may allocate
+    reward.readable = ""  # paths, with : between, that code in answers may read besides libraries
     reward.workers = 0  # scoring processes; 0: one per core, at most 16
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off

@@ -253,6 +253,7 @@ FIELDS: dict[str, Field] = {
     "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=NEW_RUN, task=""),
     "reward.timeout": _row(within(0.01, 86_400), may_change=NEW_RUN),
     "reward.memory_mib": _row(integer(1), may_change=NEW_RUN),
+    "reward.readable": _row(TEXT, may_change=NEW_RUN),
     "reward.workers": _row(integer(0, 4096, "processes"), may_change=NEW_RUN),
     "reward.threshold": _row(within(0, 1e6), may_change=NEW_RUN, task=0.0),
     "reward.overlong_tokens": _row(integer(), may_change=NEW_RUN),

@@ -20,6 +20,7 @@ import numpy as np
 
 from specrl_jax.rewards import environment_process
 from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
+from specrl_jax.rewards.readable import parse_readable
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
 
@@ -48,13 +49,22 @@ class EnvironmentPool(WorkerPool):
     memory_mib: MiB that the process of an episode may allocate (Linux only).
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
+    readable: paths that an episode may read besides Python and libraries, with : between them.
     """
 
     def __init__(
-        self, name: str, *, timeout: float, memory_mib: int, workers: int, threshold: float = 0.0
+        self,
+        name: str,
+        *,
+        timeout: float,
+        memory_mib: int,
+        workers: int,
+        threshold: float = 0.0,
+        readable: str = "",
     ):
         loaded = environment_process.load(name)  # a mistake is raised here
         settings = Settings(name, float(timeout), int(memory_mib), loaded.contained)
+        settings = settings._replace(readable=parse_readable(readable))
         program = environment_process.__name__
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")

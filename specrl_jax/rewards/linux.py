@@ -11,9 +11,11 @@ import errno
 import os
 import platform
 import signal
+import stat
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 LINUX = sys.platform == "linux"
@@ -255,6 +257,8 @@ def read_only_view() -> bool:
 # Landlock -----------------------------------------------------------------------------------------
 
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_READ_FOLDER = 1 << 3
+_READ = 1 << 0 | 1 << 2 | _READ_FOLDER  # execute and read files, list folders
 _CHANGE = _WRITE_FILE | sum(1 << right for right in range(4, 13))  # remove and make, of all kinds
 
 
@@ -266,18 +270,34 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict_files(abi: int, scratch: str) -> None:
-    """Allow changes of files in `scratch` alone, and no TCP or signals to outside (newer ABIs)."""
-    files = _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14  # rename between folders, truncate
+def restrict_files(abi: int, scratch: str, readable: Sequence[str]) -> None:
+    """Allow changes of files in `scratch` alone, and reading there and in `readable`.
+
+    With newer ABIs it also allows no TCP and no signals to outside.
+    """
+    files = (
+        _READ | _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14
+    )  # rename between folders, truncate
     rules = struct.pack("3Q", files, 0b11 * (abi >= 4), 0b11 * (abi >= 6))
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = _syscall(_LANDLOCK_CREATE, rules, size, 0)
-    for path, allowed in ((scratch, files), (os.devnull, files & (_WRITE_FILE | _TRUNCATE))):
-        fd = os.open(path, os.O_PATH)
-        _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed, fd), 0)
-        os.close(fd)
+    for path in readable:
+        with contextlib.suppress(OSError):  # what cannot be opened cannot be read
+            _allow(ruleset, path, _READ)
+    _allow(ruleset, os.devnull, files & (_READ | _WRITE_FILE | _TRUNCATE))
+    _allow(ruleset, scratch, files)
     _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH)
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= ~_READ_FOLDER
+        _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
+    finally:
+        os.close(fd)
 
 
 # Seccomp ------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer resp
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
 CONTAINED = (  # after an error of the system, in a user's own function or class
-    " (a contained reward has no network and an empty folder: see contained = False in "
-    "docs/extending.md)"
+    " (a contained reward has no network, an empty folder and the files of reward.readable alone: "
+    "see contained = False in docs/extending.md)"
 )
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
 NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
@@ -115,6 +115,7 @@ class Settings(NamedTuple):
     contained: bool
     extract: str = ""
     format: str = ""
+    readable: str = ""  # of `parse_readable`
 
 
 # The guard ----------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ def guard(
         os.close(lifeline_fd)
         os.close(alive)
         memory = settings.memory_mib << 20
-        cell = partial(containment.Cell, scratch, memory, namespaces, tasks, user)
+        limits = (memory, namespaces, tasks, user, settings.readable)
+        cell = partial(containment.Cell, scratch, *limits)
         make_template(conn_fd, held, settings).serve(cell)
     os.close(conn_fd)
     os.close(held)

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe
 import numpy as np
 
 from specrl_jax.rewards import containment, linux, worker_process
+from specrl_jax.rewards.readable import parse_readable
 from specrl_jax.rewards.scorers import find_scorer, reads_answer_part
 from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
@@ -159,6 +160,7 @@ class RewardPool(WorkerPool):
     extract: a regular expression; group 1 of its last match in the answer part is the answer (no
       match: reward 0).
     format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
+    readable: paths that code in answers may read besides Python and libraries, with : between them.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class RewardPool(WorkerPool):
         threshold: float = 0.0,
         extract: str = "",
         format: str = "",
+        readable: str = "",
     ):
         loaded = worker_process.load(name, extract, format)  # a mistake is raised here
         self._score_here = loaded.score
@@ -179,7 +182,8 @@ class RewardPool(WorkerPool):
         # A user's pattern needs a process, as it may backtrack for ever.
         here = not (find_scorer(name).needs_process or extract)
         limits = (float(timeout), int(memory_mib))
-        settings = Settings(name, *limits, loaded.contained, extract, format)
+        texts = (extract, format, parse_readable(readable))
+        settings = Settings(name, *limits, loaded.contained, *texts)
         executes = name if loaded.alone is None else ", ".join(sorted(loaded.alone))
         count = 0 if here else num_workers(workers)
         super().__init__(worker_process.__name__, settings, count, executes, "reward.name")

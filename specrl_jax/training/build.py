@@ -109,6 +109,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         "memory_mib": settings.memory_mib,
         "workers": settings.workers,
         "threshold": settings.threshold,
+        "readable": settings.readable,
     }
     if environment.name:
         source = config.tokenizer.source or config.model.source
