@@ -80,6 +80,11 @@ def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
     return Kind((_INTEGER, at_least, (f"<= {most} ({why})", lambda x: x <= most)))
 
 
+def is_integer(kind: Kind) -> bool:
+    """Return whether a field of this kind holds a whole number."""
+    return _INTEGER in kind.rules
+
+
 def within(low: float, high: float) -> Kind:
     """Return a number from low to high, both included."""
     return number(f"in [{low:g}, {high:g}]", lambda x: low <= x <= high)
