@@ -25,7 +25,7 @@ from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.rollout.stop_strings import cut_at_stop, make_stop_strings
+from specrl_jax.rollout.stop_strings import make_stop_strings
 from specrl_jax.sharding import shards
 from specrl_jax.types import Prompts
 
@@ -101,9 +101,11 @@ class SavedPolicy:
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
         rollout = generate(spec, weights, RolloutInputs(prompts, self.noise(number))).rollout
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
-        text = self.tokenizer.decode(tokens[0, : lens[0]].tolist())
-        strings = spec.stop.strings if spec.stop else ()
-        return cut_at_stop(text, strings, self.config.reward.keep_stop)
+        ids = tokens[0, : lens[0]].tolist()
+        decode = self.tokenizer.decode
+        return (
+            spec.stop.cut(ids, decode, self.config.reward.keep_stop) if spec.stop else decode(ids)
+        )
 
 
 def open_policy(
