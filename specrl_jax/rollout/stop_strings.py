@@ -167,6 +167,11 @@ def parse_stop(value: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def write_stop(strings: Sequence[str]) -> str:
+    """Return the value of `rollout.stop` that lists these strings."""
+    return json.dumps([*strings], ensure_ascii=False) if strings else ""
+
+
 def is_stop(value: str) -> bool:
     """Return whether `parse_stop` understands a value."""
     try:

@@ -49,6 +49,12 @@ def test_what_another_said_is_no_part_of_a_string():
     stop = StopStrings.of(["ab"], ["a", "b", ""])
     marks = turn_ends((2,), stop, np.array([[NOTHING, 0, NOTHING, 1, 0, 1, 2]]), np)
     np.testing.assert_array_equal(marks, [[False, False, False, False, True, True]])
+    # Nor is what a turn before this one said, however it ended.
+    stop = StopStrings.of(["ab", "<aba>"], ["a", "b", "ab", "x"])
+    for before in ([2, NOTHING], [0, 1, NOTHING], [3, 2, NOTHING], [NOTHING, 0, NOTHING]):
+        tokens = [NOTHING] * (stop.window - len(before)) + before + [1, 3, 2, 3]
+        marks = stop.ends(np.array([tokens]), np)
+        np.testing.assert_array_equal(marks, [[False, False, True, False]])
 
 
 @pytest.fixture(scope="module")
