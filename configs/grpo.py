@@ -100,7 +100,7 @@ def base() -> ConfigDict:
     rollout.prompts_per_step = 64  # Q; paper 1,024
     rollout.group_size = 8  # G, responses per prompt; paper 8
     rollout.response_len = 24  # R, longest response in tokens with its end; paper 4,096
-    rollout.stop = ""  # texts that end a response, or its turn, apart by blanks: </answer>
+    rollout.stop = ""  # texts that end a response or turn: </answer>, or ["\n\n", "Answer: "]
     rollout.temperature = 1.0  # of sampling; paper 1.0
     rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off

@@ -22,6 +22,7 @@ from specrl_jax.config.kinds import (
     OFF_OR_ABOVE_ONE,
     ONE_OR_TWO,
     SHARE,
+    STRINGS,
     SWITCH,
     TEXT,
     TOKENS_OF_A_STEP,
@@ -95,7 +96,7 @@ SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps or c.algorithm.solution_coef, "100")
-STOP = When("rollout.stop", lambda c: c.rollout.stop.strip(), "'</answer>'")
+STOP = When("rollout.stop", lambda c: c.rollout.stop, "'</answer>'")
 ONE_TURN = When("environment.name", lambda c: not c.environment.name, "")
 TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
@@ -266,7 +267,7 @@ FIELDS: dict[str, Field] = {
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
     "rollout.response_len": _row(integer(1)),
-    "rollout.stop": _row(TEXT),
+    "rollout.stop": _row(STRINGS),
     "rollout.temperature": _row(within(0.01, 100)),
     "rollout.top_k": _row(integer()),
     "rollout.top_p": _row(ABOVE_ZERO),

@@ -56,6 +56,13 @@ class Kind:
 
 
 TEXT = Kind((("text", lambda x: isinstance(x, str)),))
+STRINGS = Kind((
+    *TEXT.rules,
+    (
+        r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]',
+        lambda x: load("rollout.stop_strings:is_stop")(x),
+    ),
+))  # fmt: skip
 SWITCH = Kind((("True or False", lambda x: isinstance(x, bool)),))
 _INTEGER: Rule = ("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool))
 _NUMBER: Rule = (

@@ -26,6 +26,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.difference import compare
 from specrl_jax.models.parameters import ADAPTERS, Params
 from specrl_jax.models.transformer import Transformer, param_count
+from specrl_jax.rollout.stop_strings import parse_stop
 from specrl_jax.sharding import put, shards
 from specrl_jax.telemetry.metrics import read_metrics
 
@@ -55,6 +56,8 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
         "top_p": sampling.top_p,
         "max_new_tokens": sampling.response_len,
     }
+    if strings := parse_stop(sampling.stop):
+        generation["stop_strings"] = list(strings)
     with _complete(out) as folder:
         policy.tokenizer.save(folder)
         hf.save(

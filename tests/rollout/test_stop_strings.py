@@ -13,7 +13,6 @@ from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rollout.stop_strings import (
     NOTHING,
     StopStrings,
-    cut_at_stop,
     make_stop_strings,
     turn_ends,
 )
@@ -50,6 +49,12 @@ def test_what_another_said_is_no_part_of_a_string():
     stop = StopStrings.of(["ab"], ["a", "b", ""])
     marks = turn_ends((2,), stop, np.array([[NOTHING, 0, NOTHING, 1, 0, 1, 2]]), np)
     np.testing.assert_array_equal(marks, [[False, False, False, False, True, True]])
+    # Nor is what a turn before this one said, however it ended.
+    stop = StopStrings.of(["ab", "<aba>"], ["a", "b", "ab", "x"])
+    for before in ([2, NOTHING], [0, 1, NOTHING], [3, 2, NOTHING], [NOTHING, 0, NOTHING]):
+        tokens = [NOTHING] * (stop.window - len(before)) + before + [1, 3, 2, 3]
+        marks = stop.ends(np.array([tokens]), np)
+        np.testing.assert_array_equal(marks, [[False, False, True, False]])
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +118,22 @@ def test_only_the_last_token_ends_a_response():
     np.testing.assert_array_equal(ended, [False, True, False, False])
 
 
+def cut(texts, strings, keep=True):
+    """Cut the text of a turn of a token each."""
+    stop = StopStrings.of(strings, texts)
+    return stop.cut(range(len(texts)), lambda ids: "".join(texts[i] for i in ids), keep)
+
+
 def test_what_rewards_see():
     strings = ("</a>", "/a")
-    assert cut_at_stop("x</a> y", strings, keep=True) == "x</a"  # "/a" ends first
-    assert cut_at_stop("x</a> y", strings, keep=False) == "x<"
-    assert cut_at_stop("x<a> y", strings, keep=False) == "x<a> y"
-    assert cut_at_stop("1</a>2</a>", ("</a>",), keep=True) == "1</a>"
+    for texts in (["x</a> y"], [*"x</a> y"], ["x<", "/a> y"]):
+        assert cut(texts, strings) == "x</a"  # "/a" ends first
+        assert cut(texts, strings, keep=False) == "x<"
+    assert cut(["x<a", "> y"], strings, keep=False) == "x<a> y"
+    assert cut(["1</a>2</a>"], ("</a>",)) == "1</a>"
+    assert StopStrings.of(strings, ["/a"]).cut([], "".join, True) == ""
+    # Strings that end together: the longer one is left out.
+    assert cut(["x", "ab"], ("b", "ab"), keep=False) == "x"
 
 
 def test_strings_of_a_configuration():
@@ -126,7 +141,8 @@ def test_strings_of_a_configuration():
     tokenizer = CharacterTokenizer("abc")
     stop = make_stop_strings(config, tokenizer)
     assert stop.strings == ("ab", "c")
-    assert make_stop_strings(ConfigDict({"rollout": {"stop": " "}}), tokenizer) is None
-    config.rollout.stop = "ad"
-    with pytest.raises(ValueError, match="must hold every character, 'd' is missing"):
+    assert make_stop_strings(config, tokenizer) is stop  # programs hold it: they compile once
+    assert make_stop_strings(ConfigDict({"rollout": {"stop": ""}}), tokenizer) is None
+    config.rollout.stop = "ab ada"
+    with pytest.raises(ValueError, match="got 'ada': no tokens go on with 'da'"):
         make_stop_strings(config, tokenizer)
