@@ -233,7 +233,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         self.restore(math.inf)
         by_function = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
         self._names = [*METRICS, *by_function]  # in the order of a record
-        self._console = Console(total_steps)
+        environment = config.get("environment", {}).get("name", "")
+        self._console = Console(total_steps, environment=bool(environment))
         self._tracker = SafeTracker(tracker, workdir, config)
 
     def restore(self, step: float) -> None:
@@ -286,6 +287,10 @@ class MetricsLog(contextlib.AbstractContextManager):
     def show(self, line: str) -> None:
         self._console.write_line(line)
 
+    def send_rollouts(self, step: int) -> None:
+        """Send some of the step's recorded responses to the tracker."""
+        self._tracker.log_rollouts(step)
+
     def __exit__(self, *_: object) -> None:
         self._console.close()
         if line := self._tracker.close():
@@ -301,6 +306,9 @@ class NoLog(contextlib.AbstractContextManager):
         pass
 
     def show(self, line: str) -> None:
+        pass
+
+    def send_rollouts(self, step: int) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
@@ -322,6 +330,10 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """Return the seconds of `name` so far."""
+        return self._seconds.get(name, 0.0)
 
     def take(self) -> dict[str, float]:
         """Return the seconds by name, and begin again from nothing."""
