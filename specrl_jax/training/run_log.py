@@ -85,6 +85,11 @@ class RunLog(contextlib.AbstractContextManager):
         """Add scalars by name to the step's record."""
         self._values |= values
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return all that was added and timed since the last record."""
+        return self._values | self.clock.so_far()
+
     def write(self) -> dict[str, Any]:
         """Write and return all that was added, timed and compiled since the last record.
 
