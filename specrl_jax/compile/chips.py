@@ -112,7 +112,7 @@ CHIPS = {
 def peak_flops(device_kind: str) -> float:
     """Return the most FLOPs a second of a device, by JAX's name of it; 0 where it is not known.
 
-    A part of a chip, or the same chip on another board, has a name and a figure of its own.
+    Names are compared whole: a part of a chip has one of its own.
     """
     return next((chip.flops for chip in CHIPS.values() if device_kind in chip.kinds), 0.0)
 

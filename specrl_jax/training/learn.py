@@ -339,7 +339,7 @@ def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
 def _count_packed(packed: PackedRows) -> tuple[Array, Array]:
     """Count the rows that have a token, and the slots that hold one."""
     sequences = packed.sequences
-    slots = jnp.arange(sequences.tokens.shape[-1])
+    slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
     # A slot without a token is its own parent and ends where it begins.
     held = (sequences.parents != slots) | (sequences.ends > slots + 1)
     return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
