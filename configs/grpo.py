@@ -248,8 +248,10 @@ def base() -> ConfigDict:
     config.log = log = ConfigDict()
     log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
     log.report = True  # WORKDIR/report.html, at checkpoints and the end
-    log.print_every = 20  # N: show a prompt with responses at step 1 and every N steps; 0: never
-    log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
+    log.print_every = (
+        20  # N: show responses, also to the tracker, at step 1 and every N steps; 0: never
+    )
+    log.rollouts = 0.02  # share of prompts in WORKDIR/rollouts/step_N.jsonl; > 0: at least 8 a step
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # copies of the weights; -1: the devices that the other two leave

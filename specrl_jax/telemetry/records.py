@@ -7,7 +7,8 @@ prompts, by the policy after step N; step_N those of a training step, by the pol
 
 A prompt is recorded where its prompt_id, a hash read as a number in [0, 1), is below the share.
 So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
-larger share adds prompts. A batch without such a prompt records the one with the smallest id.
+larger share adds prompts. A batch with fewer than eight such prompts records the eight with the
+smallest ids, or all that it has.
 """
 
 import contextlib
@@ -92,6 +93,7 @@ _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LINE_START = re.compile(rb'{"step":\d+,"epoch":\d+,"prompt_id":"([^"\\]*)"')
+_FEWEST = 8  # prompts that are recorded of a batch
 _LOGPROB_DECIMALS = 4
 _REWARD_DECIMALS = 6
 # A character of so many tokens at most is waited for; a longer one is no valid text.
@@ -104,11 +106,16 @@ _MAX_CHARACTER_TOKENS = 8
 def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
     """Indices of the prompts of a batch to record, smallest prompt_id first; see the module.
 
-    At least one where the share, in [0, 1], is above 0. The order of the batch does not matter.
+    At least `_FEWEST` prompts, or all, where the share, in [0, 1], is above 0. The order of the
+    batch does not matter. Parts of one prompt have the same id and are recorded together.
     """
+    fewest = sorted(set(prompt_ids))[:_FEWEST] if share > 0 else []
     ranked = sorted((prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
-    below = [q for prompt_id, q in ranked if int(prompt_id, 16) < share * 16 ** len(prompt_id)]
-    return below or ([ranked[0][1]] if share > 0 and ranked else [])
+    return [
+        q
+        for prompt_id, q in ranked
+        if prompt_id in fewest or int(prompt_id, 16) < share * 16 ** len(prompt_id)
+    ]
 
 
 # Reading ------------------------------------------------------------------------------------

@@ -84,7 +84,9 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
         "reckoned": reckoned,
         "overview": overview_charts(series),
         "metrics": metric_charts(series),
-        "viewer": [viewer(run, limit) for case in series for run in case.runs],
+        "viewer": [
+            viewer(run, limit) | {"case": case.name} for case in series for run in case.runs
+        ],
     }
 
 

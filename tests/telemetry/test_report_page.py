@@ -120,9 +120,10 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     overview = report_charts.overview_charts(one)
     metrics = report_charts.metric_charts(one)
     assert [chart["title"] for chart in overview] == [
-        "Reward", "Seconds of a step", "Tokens of the responses"
+        "Reward", "Seconds of a step", "Tokens of the responses", "Reward against seconds",
+        "Reward against generated tokens",
     ]  # fmt: skip
-    reward, seconds, _ = overview
+    reward, seconds, *_ = overview
     assert [trace["y"] for trace in reward["data"]] == [[0.5] * 6, [0.25, 0.75]]
     assert [shape["x0"] for shape in reward["layout"]["shapes"]] == [0.5, 3.5]
     assert reward["layout"]["yaxis"]["range"] == pytest.approx([0.2, 0.8])
@@ -143,7 +144,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     for chart in [*overview, *charts["reward"], *charts["time"]]:
         go.Figure(data=chart["data"], layout=chart["layout"])
     compiled = [record | {"time/compile": 9.0} for record in run.records]
-    (_, seconds, _) = report_charts.overview_charts(
+    (_, seconds, *_) = report_charts.overview_charts(
         runs.series([runs.RecordedRun(run.workdir, run.config, compiled)])
     )
     assert seconds["data"][1]["y"] == [4, 2, 2, 1, 1, 9]  # every step compiled: all are shown
@@ -273,12 +274,12 @@ def test_the_page_by_mouse_and_keys(tmp_path):
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
             page.open(tmp_path / "r.html", width, dark)
-            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 5
             page.run("""void (window.opened = new Promise(opened =>
                 document.querySelector('.prefix').addEventListener('toggle', opened)))""")
             page.point(".prefix summary")
             page.run("window.opened.then(() => 0)")
-            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3 + 3
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 5 + 3
             assert page.run("document.documentElement.scrollWidth") <= width
             light = page.run("getComputedStyle(document.body).backgroundColor")
             page.point("#theme")
