@@ -20,6 +20,7 @@ import numpy as np
 
 from specrl_jax.rewards import environment_process
 from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
+from specrl_jax.rewards.time_limit import longest
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
 
@@ -44,7 +45,7 @@ class EnvironmentPool(WorkerPool):
     """Runs episodes of an environment. Calls are safe from several threads.
 
     name: of `ENVIRONMENTS`, or module:Class.
-    timeout: wall-clock seconds that a step may take.
+    timeout: CPU seconds that a step may take, see `time_limit`.
     memory_mib: MiB that the process of an episode may allocate (Linux only).
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
@@ -176,7 +177,7 @@ class EnvironmentPool(WorkerPool):
         reports = []
         if wait:
             turns = max((len(x.responses) for x in self._live if x.waits), default=1)
-            patience = self._timeout * turns + GRACE_S  # seconds
+            patience = longest(self._timeout * turns) + GRACE_S  # seconds
             try:
                 reports.append(self._reports.get(timeout=patience))
             except queue.Empty:

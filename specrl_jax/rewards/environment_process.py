@@ -14,7 +14,6 @@ import random
 import resource
 import select
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from specrl_jax.inputs import reason
 from specrl_jax.rewards import containment, linux, worker_process
 from specrl_jax.rewards.environment_protocol import Environment, Step, take_step
 from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
+from specrl_jax.rewards.time_limit import TimeLimit
 from specrl_jax.rewards.worker_process import CONTAINED, Result, Settings, checked
 
 MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
@@ -229,17 +229,18 @@ class _Keeper:
     def _step(self, requests: Sequence[Request]) -> int | None:
         """Report what comes of requests; return the exit code of a process that has ended."""
         timeout = self.settings.timeout
-        _write(self.request_fd, pickle.dumps(requests), timeout)
+        _write(self.request_fd, pickle.dumps(requests), TimeLimit(timeout))
         for request in requests:
             if not request.responses:
                 continue
-            line = self.reader.read(timeout * len(request.responses))
+            limit = TimeLimit(timeout, answers=len(request.responses))
+            line = self.reader.read(limit)
             if not line.endswith(b"\n"):
                 late = not self.reader.ended
                 code = self._stop()
                 failure = f"the environment's process died (exit code {code})"
                 if late:
-                    failure = f"no answer within {timeout:g} s"
+                    failure = f"no answer {limit.reason}"
                 tries = MAX_TRIES if late else 1
                 self.conn.send(StepReport(request.number, Result(failure=failure), False, tries))
                 return code
@@ -253,12 +254,12 @@ class _Keeper:
         return end(self.pid)
 
 
-def _write(fd: int, data: bytes, seconds: float) -> None:
+def _write(fd: int, data: bytes, limit: TimeLimit) -> None:
     """Write as much of the data as a process reads in time."""
-    end = time.monotonic() + seconds
     with contextlib.suppress(BrokenPipeError):
-        while data and select.select([], [fd], [], max(end - time.monotonic(), 0.0))[1]:
-            data = data[os.write(fd, data) :]
+        while data and (left := limit.left()):
+            if select.select([], [fd], [], left)[1]:
+                data = data[os.write(fd, data) :]
 
 
 # An environment's process -------------------------------------------------------------------------
