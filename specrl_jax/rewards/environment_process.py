@@ -20,9 +20,9 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from specrl_jax.inputs import reason
+from specrl_jax.inputs import one_line, reason
 from specrl_jax.rewards import containment, linux, worker_process
-from specrl_jax.rewards.environment_protocol import Environment, Step, take_step
+from specrl_jax.rewards.environment_protocol import Environment, Step, check_step, take_step
 from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
 from specrl_jax.rewards.time_limit import TimeLimit
 from specrl_jax.rewards.worker_process import CONTAINED, Result, Settings, checked
@@ -48,6 +48,7 @@ class StepReport(NamedTuple):
     result: Result | None  # None: none came, and the response need not be the cause
     lives: bool  # whether a process still holds the environment
     tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
+    late: bool = False  # whether the time for it was over
 
 
 class LoadedEnvironment(NamedTuple):
@@ -57,6 +58,7 @@ class LoadedEnvironment(NamedTuple):
     contained: bool  # False: the class says `contained = False`
     replayable: bool
     shares: bool  # one process holds all episodes of a worker
+    after_timeout: Step | None  # answer to a step that took too long; None: the episode is over
 
 
 def load(name: str) -> LoadedEnvironment:
@@ -65,7 +67,13 @@ def load(name: str) -> LoadedEnvironment:
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
-    return LoadedEnvironment(make, contained, replayable, shares=trusted and replayable)
+    after_timeout = Step("this turn had no effect") if replayable else None
+    if (own := getattr(make, "after_timeout", None)) is not None:
+        with one_line(f"after_timeout of environment.name={name} must be a step that goes on"):
+            after_timeout = check_step(own)
+            if after_timeout.done:
+                raise ValueError("it is done")
+    return LoadedEnvironment(make, contained, replayable, trusted and replayable, after_timeout)
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -242,7 +250,8 @@ class _Keeper:
                 if late:
                     failure = f"no answer {limit.reason}"
                 tries = MAX_TRIES if late else 1
-                self.conn.send(StepReport(request.number, Result(failure=failure), False, tries))
+                result = Result(failure=failure)
+                self.conn.send(StepReport(request.number, result, False, tries, late))
                 return code
             self.conn.send(StepReport(request.number, Result.from_line(line), True))
         return None
