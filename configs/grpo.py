@@ -83,7 +83,7 @@ def base() -> ConfigDict:
     config.reward = reward = ConfigDict()
     reward.name = "exact"  # exact | math | format | code | reasoning_gym | module:function | a sum
     reward.format = ""  # regex of a whole response, for format; "": <think>..</think>, then text
-    reward.timeout = 5.0  # wall-clock seconds for one answer, or one step of an environment
+    reward.timeout = 5.0  # CPU seconds of one answer or one step of an environment; it may wait 4 x
     reward.memory_mib = 1024  # MiB that one answer, or one episode, may allocate
     reward.readable = ""  # paths, with : between, that code in answers may read besides libraries
     reward.workers = 0  # scoring processes; 0: one per core, at most 16
@@ -142,6 +142,7 @@ def base() -> ConfigDict:
     environment.name = ""  # "" (one turn) | guess | calculator | python | see docs/agents.md
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
     environment.allow_unfinished = 0.5  # share of the episodes that the others do not wait for
+    environment.on_timeout = "end"  # a step takes too long: end (the episode) | tell (the policy)
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()

@@ -304,6 +304,7 @@ FIELDS: dict[str, Field] = {
     "environment.name": _row(TEXT),
     "environment.max_turns": _row(integer(1), TURNS, idle=1),
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
+    "environment.on_timeout": _row(one_of("end", "tell"), TURNS, idle="end"),
     # -- the algorithm -----------------------------------------------------------------------------
     "algorithm.advantage": _row(key_of("algorithms.advantages:ADVANTAGES", "auto")),
     "algorithm.turn_discount": _row(SHARE, BY_TURN, idle=1.0, may_change=NEW_RUN),

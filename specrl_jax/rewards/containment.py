@@ -6,7 +6,6 @@ whatever session they are in.
 """
 
 import contextlib
-import glob
 import os
 import resource
 import shutil
@@ -74,22 +73,13 @@ def _kill_children(group: int) -> None:
     if os.getpid() == 1:  # of a process namespace: -1 is all in it but this process
         targets = [-1]
     else:
-        targets = {*_children(), group} - {0}
+        targets = {*map(int, linux.children()), group} - {0}
         if group:
             with contextlib.suppress(OSError):  # it may be too young to lead its group
                 os.killpg(group, signal.SIGKILL)
     for pid in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    """Numbers of this process's children, as far as the system tells."""
-    children = []
-    for path in glob.glob("/proc/self/task/*/children"):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-            children += map(int, file.read().split())
-    return children
 
 
 def count_tasks() -> int:

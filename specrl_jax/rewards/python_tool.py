@@ -9,6 +9,7 @@ import json
 import logging
 
 from specrl_jax.rewards.code import CodeProcess
+from specrl_jax.rewards.environment_protocol import Step
 from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
 
 MAX_OUTPUT = 2_000  # characters of a call's output; a longer one is cut
@@ -24,6 +25,7 @@ class PythonTool:
     """
 
     starts_program = True
+    after_timeout = Step("Python was restarted: names and files are gone\n", role="tool")
 
     @staticmethod
     def prepare() -> None:

@@ -19,7 +19,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION, ROLES
 from specrl_jax.rewards.scorers import find_scorer, load_scorer
+from specrl_jax.rewards.time_limit import TimeLimit
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
@@ -110,7 +110,7 @@ class Settings(NamedTuple):
     """Arguments that a worker is started with."""
 
     name: str  # of the scorer or the environment
-    timeout: float  # seconds an answer may take
+    timeout: float  # CPU seconds an answer may take, see `time_limit`
     memory_mib: int  # MiB an answer may allocate
     contained: bool
     extract: str = ""
@@ -233,9 +233,11 @@ class Template:
         pid, reader = fork_confined(self._cell, score, (self._conn.fileno(), self._held_fd))
         reason = ""
         for _ in items:
-            line = reader.read(self._settings.timeout)
+            # A program that a trusted scorer's module has started works for others, too.
+            limit = TimeLimit(self._settings.timeout, pid if self._cell.trusts else 0)
+            line = reader.read(limit)
             if not line.endswith(b"\n"):
-                reason = "" if reader.ended else f"no result within {self._settings.timeout:g} s"
+                reason = "" if reader.ended else f"no result {limit.reason}"
                 break
             yield Result.from_line(line)
         # A trusted scorer's module may have started a process that serves all answers.
@@ -262,13 +264,12 @@ class Reader:
         """Return True once the process has closed its end, or reported too much."""
         return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
 
-    def read(self, seconds: float) -> bytes:
+    def read(self, limit: TimeLimit) -> bytes:
         """Return the next line, with its end; what has come of it in time, without one."""
-        deadline = time.monotonic() + seconds
         while b"\n" not in self._report and not self.ended:
-            left = deadline - time.monotonic()
-            self._take(max(left, 0.0))
-            if left <= 0:
+            left = limit.left()
+            self._take(left)
+            if not left:
                 break
         line, end, self._report = self._report.partition(b"\n")
         return line + end

@@ -31,6 +31,7 @@ import numpy as np
 from specrl_jax.rewards import containment, linux, worker_process
 from specrl_jax.rewards.readable import parse_readable
 from specrl_jax.rewards.scorers import find_scorer, reads_answer_part
+from specrl_jax.rewards.time_limit import longest
 from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
@@ -153,7 +154,7 @@ class RewardPool(WorkerPool):
     """Scores batches, one at a time; a worker that an answer hangs is killed and replaced.
 
     name: of `SCORERS`, or module:function.
-    timeout: wall-clock seconds per answer.
+    timeout: CPU seconds per answer, see `time_limit`.
     memory_mib: MiB each process of an answer may allocate (Linux only).
     workers: number of processes; 0: one per core, at most 16.
     threshold: > 0: the reward is 1 where the score reaches it, else 0.
@@ -294,7 +295,7 @@ class Worker:
             self._asked += len(items)
             self.conn.send((first, items))
             for expected in range(first, self._asked):
-                number, *result = self._receive(self._settings.timeout + GRACE_S)
+                number, *result = self._receive(longest(self._settings.timeout) + GRACE_S)
                 if number != expected:
                     raise ValueError("the report of another answer")
                 results.append(Result(*result))

@@ -116,7 +116,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         source = config.tokenizer.source or config.model.source
         if changed := changed_turns(tokenizer, source):
             print(f"environment: {changed}", flush=True)
-        pool = EnvironmentPool(environment.name, **limits)
+        pool = EnvironmentPool(environment.name, on_timeout=environment.on_timeout, **limits)
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
