@@ -43,7 +43,10 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     state, other = _states(changes, algorithm)
     assert state.parts.keys() == ALWAYS | on
     assert state.arrays().keys() == {"train"} | ALWAYS | on
-    assert state.host().keys() == {"step", "skipped_in_row", "machine"} | ALWAYS | on
+    assert (
+        state.host().keys()
+        == {"step", "seconds", "skipped_in_row", "tokens_generated", "machine"} | ALWAYS | on
+    )
     state.step = 7
     state.skipped_in_row = 1
     host = json.loads(json.dumps(state.host()))
