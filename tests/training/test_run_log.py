@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 from small_runs import small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.stop_strings import cut_at_stop
 from specrl_jax.training import run_log
 from specrl_jax.training.episodes import Turns
 
@@ -27,7 +26,7 @@ def parts(tokens: str, sources: str, ends: list[int], roles: list[str]) -> list[
     """What is shown of an episode whose tokens are letters; f: forced. ";" ends a turn."""
     log = types.SimpleNamespace(
         _decode=lambda ids: "".join(map(chr, ids)),
-        _text=lambda ids: cut_at_stop("".join(map(chr, ids)), (";",), True),
+        _text=lambda ids: "".join(map(chr, ids)).partition(";")[0] + ";",
     )
     turns = Turns(np.zeros((1, 4)), np.array([ends + [0] * (4 - len(ends))]), np.array([roles]))
     rows = np.array([[*map(ord, tokens), 0, 0]])
