@@ -26,7 +26,7 @@ def parts(tokens: str, sources: str, ends: list[int], roles: list[str]) -> list[
     """What is shown of an episode whose tokens are letters; f: forced. ";" ends a turn."""
     log = types.SimpleNamespace(
         _decode=lambda ids: "".join(map(chr, ids)),
-        _text=lambda ids: "".join(map(chr, ids)).partition(";")[0] + ";",
+        _text=lambda ids: re.match("[^;]*;?", "".join(map(chr, ids)))[0],
     )
     turns = Turns(np.zeros((1, 4)), np.array([ends + [0] * (4 - len(ends))]), np.array([roles]))
     rows = np.array([[*map(ord, tokens), 0, 0]])
