@@ -259,16 +259,20 @@ class HuggingFaceTokenizer:
 
     def token_texts(self) -> list[str]:
         # After a token of its own, as the begin of a text may be decoded otherwise.
-        (first, *_) = self.encode("a")
+        first = next(filter(self._is_word, range(self.vocab_size)), self.eos_ids[0])
         before = self.decode([first], keep_special=True)
         pairs = [[first, token] for token in range(self.vocab_size)]
         decode = self._tokenizer.backend_tokenizer.decode_batch
         texts = [x.removeprefix(before) for x in decode(pairs, skip_special_tokens=False)]
         for token in [i for i, text in enumerate(texts) if "\ufffd" in text]:
-            texts[token] = (
-                _bytes_as_text(self._tokenizer.convert_ids_to_tokens(token)) or texts[token]
-            )
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            texts[token] = _bytes_as_text(name) or texts[token]
         return texts
+
+    def _is_word(self, token: int) -> bool:
+        """Return whether a token writes a whole text of letters or digits, and no byte."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return self.decode([token]).strip().isalnum() and not _BYTE.fullmatch(name)
 
     def encode_turn(self, text: str, has_end: bool = True, role: str = "user") -> list[int]:
         if self._template is None:

@@ -1,5 +1,7 @@
 """Strings that end a turn, against Python's own search in the text."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -14,8 +16,11 @@ from specrl_jax.rollout.stop_strings import (
     NOTHING,
     StopStrings,
     make_stop_strings,
+    parse_stop,
     turn_ends,
+    write_stop,
 )
+from specrl_jax.types import PartialRows
 
 TEXT = st.text("ab<", max_size=3)
 STRING = st.text("ab<", min_size=1, max_size=4)
@@ -111,6 +116,26 @@ def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, s
     assert not ended.all()
 
 
+def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
+    """Rows hold the begins of their responses, cut at any token."""
+    _, expected = plain
+    stop = StopStrings.of(STRINGS, TEXTS)
+    spec = ref.match_spec(eos=(1,), slots=6, stop=stop)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        _, weights = ref.policy(model=ref.ONE_LAYER)
+        whole = host(ref.run(spec, weights, ref.random_prompts())[0])
+        lens = np.maximum(whole.lens - np.arange(len(whole.lens)) % 3 - 1, 0)
+        partial_rows = PartialRows(
+            dataclasses.replace(whole, lens=lens.astype(np.int32)), lens < 0, np.zeros_like(lens)
+        )
+        resumed, _ = ref.run(
+            spec, weights, ref.random_prompts(), partial_rows=ref.put_rows(partial_rows)
+        )
+    assert np.any(whole.lens < expected.lens)
+    np.testing.assert_array_equal(resumed.lens, whole.lens)
+    np.testing.assert_array_equal(resumed.tokens, whole.tokens)
+
+
 def test_only_the_last_token_ends_a_response():
     """Inside the response, in the padding, and where there is no response at all."""
     tokens = np.array([[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]])
@@ -146,3 +171,20 @@ def test_strings_of_a_configuration():
     config.rollout.stop = "ab ada"
     with pytest.raises(ValueError, match="got 'ada': no tokens go on with 'da'"):
         make_stop_strings(config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "strings"),
+    [
+        ("", ()),
+        ("</answer>  </tool_call> ", ("</answer>", "</tool_call>")),
+        (r"\boxed{ [END] []", (r"\boxed{", "[END]", "[]")),
+        ("é 中", ("é", "中")),
+        (r'["\n\n", "Final answer: ", " "]', ("\n\n", "Final answer: ", " ")),
+        (r' [ "\u4e2d\ud83c\udf89", "a\"\\n"] ', ("中🎉", 'a"\\n')),
+        ('["one"]', ("one",)),
+    ],
+)
+def test_texts_apart_by_blanks_or_a_list(value, strings):
+    assert parse_stop(value) == strings
+    assert parse_stop(write_stop(strings)) == strings
