@@ -340,8 +340,10 @@ def _count_packed(packed: PackedRows) -> tuple[Array, Array]:
     """Count the rows that have a token, and the slots that hold one."""
     sequences = packed.sequences
     slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
-    # A slot without a token is its own parent and ends where it begins.
-    held = (sequences.parents != slots) | (sequences.ends > slots + 1)
+    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
+    # token has a token after it.
+    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
+    held = (sequences.ends > slots) & ~alone
     return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
 
 

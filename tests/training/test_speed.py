@@ -4,12 +4,16 @@ import itertools
 import types
 
 import jax
+import numpy as np
 import pytest
 from small_models import MODEL
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.models.transformer import param_count
+from specrl_jax.packing import PACKINGS
+from specrl_jax.training import learn
 from specrl_jax.training.speed import model_flops, speed_metrics
 
 VALUES = {
@@ -79,3 +83,30 @@ def test_totals_go_on_over_a_resume(tmp_path, make_mesh):
         sums = itertools.accumulate(line[part] for line in lines)
         assert [line[total] for line in lines] == list(sums)
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_tokens_of_an_update_are_those_of_the_packed_rows(make_mesh, packing, devices):
+    """In a trie each prefix once, in padded rows each token; a row that is left out, none."""
+    rng = np.random.default_rng(0)
+    prompt_lens, response_lens = np.array([3, 3, 3, 1] * 4), rng.integers(1, 6, 16)
+    tokens = rng.integers(0, 2, (16, 9))
+    included = np.arange(16) != 5
+    rows = RowTokens(tokens, prompt_lens, response_lens, slots=6)
+    spec = types.SimpleNamespace(packing=packing, micro_batch_size=2)
+    with jax.set_mesh(make_mesh(devices, 1, 1)):
+        packed = pack_rows(spec, rows, np.arange(16), included)
+        num_rows, count = learn._count_packed(packed)
+    texts = [tuple(row[:n]) for row, n in zip(tokens, prompt_lens + response_lens)]
+    texts = [text for text, there in zip(texts, included) if there]
+    most = sum(map(len, texts))
+    least = len({text[:n] for text in texts for n in range(1, len(text) + 1)})
+    assert num_rows == 15
+    slots = np.asarray(packed.nodes)
+    responses = len(np.unique(slots[slots >= 0]))
+    assert count > responses
+    if PACKINGS[packing].share:
+        assert least <= count < most
+    else:
+        assert count == most
