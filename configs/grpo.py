@@ -83,8 +83,9 @@ def base() -> ConfigDict:
     config.reward = reward = ConfigDict()
     reward.name = "exact"  # exact | math | format | code | reasoning_gym | module:function | a sum
     reward.format = ""  # regex of a whole response, for format; "": <think>..</think>, then text
-    reward.timeout = 5.0  # wall-clock seconds for one answer, or one step of an environment
+    reward.timeout = 5.0  # CPU seconds of one answer or one step of an environment; it may wait 4 x
     reward.memory_mib = 1024  # MiB that one answer, or one episode, may allocate
+    reward.readable = ""  # paths, with : between, that code in answers may read besides libraries
     reward.workers = 0  # scoring processes; 0: one per core, at most 16
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off
@@ -99,7 +100,7 @@ def base() -> ConfigDict:
     rollout.prompts_per_step = 64  # Q; paper 1,024
     rollout.group_size = 8  # G, responses per prompt; paper 8
     rollout.response_len = 24  # R, longest response in tokens with its end; paper 4,096
-    rollout.stop = ""  # texts that end a response, or its turn, apart by blanks: </answer>
+    rollout.stop = ""  # texts that end a response or turn: </answer>, or ["\n\n", "Answer: "]
     rollout.temperature = 1.0  # of sampling; paper 1.0
     rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off
@@ -141,6 +142,7 @@ def base() -> ConfigDict:
     environment.name = ""  # "" (one turn) | guess | calculator | python | see docs/agents.md
     environment.max_turns = 4  # responses of an episode, together within rollout.response_len
     environment.allow_unfinished = 0.5  # share of the episodes that the others do not wait for
+    environment.on_timeout = "end"  # a step takes too long: end (the episode) | tell (the policy)
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
@@ -247,8 +249,10 @@ def base() -> ConfigDict:
     config.log = log = ConfigDict()
     log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
     log.report = True  # WORKDIR/report.html, at checkpoints and the end
-    log.print_every = 20  # N: show a prompt with responses at step 1 and every N steps; 0: never
-    log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
+    log.print_every = (
+        20  # N: show responses, also to the tracker, at step 1 and every N steps; 0: never
+    )
+    log.rollouts = 0.02  # share of prompts in WORKDIR/rollouts/step_N.jsonl; > 0: at least 8 a step
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # copies of the weights; -1: the devices that the other two leave

@@ -2,8 +2,9 @@
 
     python launch/train.py --config=configs/grpo.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
-as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of RUN. Only some fields
+The same command again resumes the run in DIR (default: runs/CONFIG-PRESET), as --workdir=DIR alone
+does. A finished run is left as it is. --config=RUN/config.json runs the configuration of RUN in a
+new DIR. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of RUN. Only some fields
 may differ from RUN's; an error lists them. --print_config prints every field with its value and
 trains nothing; a run writes them to DIR/config.json.
 

@@ -38,6 +38,7 @@ from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
 from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.speed import speed_metrics
 from specrl_jax.training.state import RolloutState, Run, RunState
 
 
@@ -98,6 +99,7 @@ def loop(
     while state.step < run.total_steps and not (stopped := stop.agreed()):
         with log.clock.timed("time/step"):
             step(run, state, log)
+        log.add(speed_metrics(run, state, log.values))
         last = state.step == run.total_steps
         every = run.config.evaluate.every
         if every and (state.step % every == 0 or last):

@@ -82,14 +82,18 @@ class Page:
                 self.requests.append(params["request"]["url"])
         return message
 
-    def open(self, file: pathlib.Path, width: int = 1280, dark: bool = False) -> None:
+    def open(
+        self, file: pathlib.Path, width: int = 1280, dark: bool = False, fragment: str = ""
+    ) -> None:
         """Loads a file in a window of this width."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
+        if fragment:  # from the same file the browser would only scroll
+            self.send("Page.navigate", url="about:blank")
         self.run("window.isLeft = true")
-        self.send("Page.navigate", url=file.absolute().as_uri())
+        self.send("Page.navigate", url=file.absolute().as_uri() + f"#{fragment}" * bool(fragment))
         deadline = time.monotonic() + 300
         while not self.run("!window.isLeft && document.readyState == 'complete'"):
             assert time.monotonic() < deadline, "the page does not load"
@@ -113,14 +117,18 @@ class Page:
             self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
             self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    def point(self, selector: str, click: bool = True, nth: int = 0) -> None:
-        """Moves the mouse to the middle of an element, and clicks."""
+    def point(self, selector: str, click: bool = True, nth: int = 0, at=None) -> None:
+        """Moves the mouse to the middle of an element, or to pixels in it, and clicks."""
         script = f"""(() => {{
             const node = document.querySelectorAll({selector!r})[{nth}];
             node.scrollIntoView({{block: "center"}});
             const box = node.getClientRects()[0];
             return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
         x, y = self.run(script)
+        if at is not None:
+            box = f"document.querySelectorAll({selector!r})[{nth}].getBoundingClientRect()"
+            x = self.run(f"{box}.left") + at[0]
+            y = self.run(f"{box}.top") + at[1]
         for kind in ["mouseMoved", *["mousePressed", "mouseReleased"] * click]:
             clicks = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **clicks)

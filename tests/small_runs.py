@@ -136,7 +136,7 @@ def records(workdir, times: bool = False) -> list[dict]:
     """The run's metrics by step, without those of the clock and the compiler unless asked for."""
     from specrl_jax.telemetry.metrics import read_metrics
 
-    left_out = () if times else ("time/", "compile/")
+    left_out = () if times else ("time/", "compile/", "speed/", "memory/")
     lines = read_metrics(workdir)
     return [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in lines]
 

@@ -68,7 +68,7 @@ ALLOWED = {
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
         "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",
-        "training/responses", "training/state",
+        "training/responses", "training/state", "types",
     },
 }  # fmt: skip
 # The stages of a step, and the only modules that may see more than one of them. They import what

@@ -26,6 +26,9 @@ ALWAYS = {
     "rollout/prefix_len_mean", "rollout/full_reuse_ratio", "rollout/response_len_mean",
     "policy/entropy", "policy/clip_fraction", "policy/rollout_train_logprob_gap",
     "compile/built", "compile/read", "time/compile",
+    "rollout/response_len_min", "rollout/response_len_max", "policy/approx_kl", "update/tokens",
+    "policy/clip_fraction_low", "policy/clip_fraction_high", "data/tokens_generated", "time/total",
+    "speed/tokens", "speed/tokens_generated",
     "time/step", "time/rollout", "time/extend", "time/decode", "time/reward", "time/update",
 }  # fmt: skip
 WITH_DRAFTS = {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}

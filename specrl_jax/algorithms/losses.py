@@ -290,8 +290,10 @@ def policy_loss(
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
         `UpdateSpec.token_budget`; None: the count of these rows.
 
-    Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
-    `entropy`, `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of each mask; with weights
+    Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction` (of ratios below
+    1: `clip_fraction_low`, of the others: `clip_fraction_high`), `ratio_mean`, `entropy`,
+    `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of
+    each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
     weights. Tokens of solutions count in none of these, but in `solution_tokens` and
     `solution_nll`. Add them over micro-batches, then `policy_metrics`.
@@ -309,6 +311,9 @@ def policy_loss(
     per_token_metrics = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
+        "clip_fraction_low": (clipped & (log_ratio < 0)).astype(logprobs.dtype),
+        "clip_fraction_high": (clipped & (log_ratio >= 0)).astype(logprobs.dtype),
+        "approx_kl": k3(policies.current - policies.rollout),
         "ratio_mean": exp_bounded(token_log_ratio),
         "entropy": entropy,
         "logprob_gap": jnp.abs(policies.current - policies.rollout),
@@ -351,7 +356,8 @@ def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
     the first update of a step, where the weights are still the rollout's.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
-    means = ["clip_fraction", "ratio_mean", "entropy", "kl", "importance_mean", "importance_capped"]
+    means = ["clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "approx_kl"]
+    means += ["entropy", "kl", "importance_mean", "importance_capped"]
     means += [f"masked_{name}" for name in MASKS]
     return {f"policy/{name}": sums[name] / tokens for name in means if name in sums}
 

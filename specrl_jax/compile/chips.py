@@ -23,6 +23,8 @@ class Chip:
 
     memory: float  # bytes that programs may use
     target: str = ""  # a GPU as XLA wants it described; "": a TPU
+    kinds: tuple[str, ...] = ()  # JAX's names of it
+    flops: float = 0.0  # a second, of dense products in bfloat16, in float16 where it has no other
 
     @property
     def taken(self) -> float:
@@ -64,6 +66,8 @@ def _gpu(
     l2_mib: int,
     memory: float,
     bandwidth: float,
+    teraflops: float,
+    *kinds: str,
 ) -> Chip:
     """cores: multiprocessors. ghz: of the boost clock. bandwidth: of the memory, bytes a second."""
     fpus, threads, shared, block_shared = _CAPABILITIES[capability]
@@ -73,24 +77,44 @@ def _gpu(
         shared=shared, block_shared=block_shared, l2=l2_mib * 2**20, bandwidth=int(bandwidth),
         memory=int(memory),
     )  # fmt: skip
-    return Chip(memory, target)
+    return Chip(memory, target, kinds, teraflops * 1e12)
 
 
 CHIPS = {
     # Google Cloud's pages of each; XLA keeps 0.25 GiB of a v5e for itself.
-    "v5e": Chip(15.75 * GIB),
-    "v5p": Chip(95 * GIB),
-    "v6e": Chip(31.25 * GIB),
+    "v5e": Chip(15.75 * GIB, kinds=("TPU v5 lite", "TPU v5e"), flops=197e12),
+    "v5p": Chip(95 * GIB, kinds=("TPU v5", "TPU v5p"), flops=459e12),
+    "v6e": Chip(31.25 * GIB, kinds=("TPU v6 lite", "TPU v6e"), flops=918e12),
     # NVIDIA's data sheets.
-    "h100": _gpu("H100 80GB HBM3", (9, 0), 132, 1.98, 50, 80 * GB, 3_350 * GB),
-    "h200": _gpu("H200", (9, 0), 132, 1.98, 50, 141 * GB, 4_800 * GB),
-    "a100-40gb": _gpu("A100-SXM4-40GB", (8, 0), 108, 1.41, 40, 40 * GB, 1_555 * GB),
-    "a100-80gb": _gpu("A100-SXM4-80GB", (8, 0), 108, 1.41, 40, 80 * GB, 2_039 * GB),
+    "h100": _gpu(
+        "H100 80GB HBM3", (9, 0), 132, 1.98, 50, 80 * GB, 3_350 * GB,
+        989, "NVIDIA H100 80GB HBM3",
+    ),
+    "h200": _gpu("H200", (9, 0), 132, 1.98, 50, 141 * GB, 4_800 * GB, 989, "NVIDIA H200"),
+    "a100-40gb": _gpu(
+        "A100-SXM4-40GB", (8, 0), 108, 1.41, 40, 40 * GB, 1_555 * GB,
+        312, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB",
+    ),
+    "a100-80gb": _gpu(
+        "A100-SXM4-80GB", (8, 0), 108, 1.41, 40, 80 * GB, 2_039 * GB,
+        312, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe",
+    ),
     # ECC takes its part of memory: what CUDA reports, in GiB.
-    "l4": _gpu("L4", (8, 9), 58, 2.04, 48, 22 * GIB, 300 * GB),
-    "t4": _gpu("T4", (7, 5), 40, 1.59, 4, 14.5 * GIB, 320 * GB),
-    "rtx4090": _gpu("GeForce RTX 4090", (8, 9), 128, 2.52, 72, 24 * GB, 1_008 * GB),
-}
+    "l4": _gpu("L4", (8, 9), 58, 2.04, 48, 22 * GIB, 300 * GB, 121, "NVIDIA L4"),
+    "t4": _gpu("T4", (7, 5), 40, 1.59, 4, 14.5 * GIB, 320 * GB, 65, "Tesla T4"),
+    "rtx4090": _gpu(
+        "GeForce RTX 4090", (8, 9), 128, 2.52, 72, 24 * GB, 1_008 * GB,
+        165, "NVIDIA GeForce RTX 4090",
+    ),
+}  # fmt: skip
+
+
+def peak_flops(device_kind: str) -> float:
+    """Return the most FLOPs a second of a device, by JAX's name of it; 0 where it is not known.
+
+    Names are compared whole: a part of a chip has one of its own.
+    """
+    return next((chip.flops for chip in CHIPS.values() if device_kind in chip.kinds), 0.0)
 
 
 def parse(topology: str) -> tuple[str, tuple[int, ...]]:

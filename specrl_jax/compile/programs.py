@@ -243,6 +243,12 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     listed = run_programs(run)
     models = sum(program.runs_model for program in listed)
     done = []
+    if not sys.stderr.isatty():  # no progress is seen: minutes without a word would look dead
+        print(
+            f"compiling {len(listed)} programs, {models} of the model; those of a large model take "
+            "minutes the first time",
+            flush=True,
+        )
 
     def note(name: str) -> None:
         done.append(name)

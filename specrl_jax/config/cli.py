@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from specrl_jax.config import arguments as typed
 from specrl_jax.config import files
 from specrl_jax.config.fields import OPTIONS
 from specrl_jax.config.kinds import flatten
@@ -54,6 +55,8 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
     flags_known = [f"--{name.replace('_', '-')}" for name in known]
     close = functools.partial(difflib.get_close_matches, possibilities=flags_known, n=1, cutoff=0.8)
     meant = [match for argument in unknown for match in close(argument.partition("=")[0])]
+    if not meant and unknown[0].startswith("--"):
+        raise ValueError(typed.unknown(unknown[0], known))
     hint = f", did you mean {' '.join(dict.fromkeys(meant))}?" if meant else ""
     raise ValueError(f"unknown arguments: {' '.join(unknown)}{hint}")
 
@@ -77,7 +80,7 @@ def check_folder(flag: str, file: Path | None) -> None:
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
     """Return a copy of `config` changed by --config.FIELD=VALUE ...; ValueError in one line."""
     changed = config.copy_and_resolve_references()
-    argv, options = _without_options(["", *arguments])
+    argv, options = _without_options(typed.prepare(["", *arguments]))
     with _flags_of(argv) as values:
         config_flags.DEFINE_config_dict(
             "config", changed, flag_values=values, sys_argv=argv, lock_config=False
@@ -89,7 +92,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
     """Read --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
-    argv, options = _without_options(["", *arguments])
+    argv, options = _without_options(typed.prepare(["", *arguments]))
     with _flags_of(argv) as values:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
@@ -155,12 +158,17 @@ def given_fields() -> set[str]:
 
 def _preset() -> str:
     """Return what --config names: file[:preset]."""
-    return config_flags.get_config_filename(flags.FLAGS["config"])
+    return typed.as_typed(config_flags.get_config_filename(flags.FLAGS["config"]))
 
 
 def config_name() -> str:
-    """Return grpo-micro for configs/grpo.py:micro, grpo-tiny for configs/grpo.py, its default."""
+    """Return grpo-micro for configs/grpo.py:micro, grpo-tiny for configs/grpo.py, its default.
+
+    RUN/config.json is RUN-again.
+    """
     path, _, preset = _preset().partition(":")
+    if path.endswith(".json"):
+        return f"{Path(path).absolute().parent.name}-again"
     if not preset:
         options = inspect.signature(runpy.run_path(path)["get_config"]).parameters.values()
         preset = next((option.default for option in options), "")
@@ -231,8 +239,19 @@ def _parse(argv: Sequence[str]) -> list[str]:
     if not {"--help", "-h", "-help"}.isdisjoint(argv):
         with user_errors():
             _print_and_exit(_help(argv))
+    try:
+        argv = typed.prepare(argv, resumes="workdir" in flags.FLAGS)
+    except ValueError as error:
+        _fail(str(error))
     names = {argument.partition("=")[0] for argument in argv}
-    if names.isdisjoint(("--config", "-config")):
+    known_flags = [*flags.FLAGS]
+    if "--config" not in names:
+        strange = [
+            x for x in argv if x.startswith("--con") and x[2:].partition("=")[0].count(".") == 0
+        ]
+        strange = [x for x in strange if x[2:].partition("=")[0] not in known_flags]
+        if strange:
+            _fail(typed.unknown(strange[0], known_flags))
         _fail(
             "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
             "--help has its presets and fields"
@@ -243,6 +262,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
     try:
         rest = flags.FLAGS(known)
         reset = _complete(flags.FLAGS["config"], options)
+    except flags.UnrecognizedFlagError as error:
+        _fail(typed.unknown(error.flagname, known_flags))
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise

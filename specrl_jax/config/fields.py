@@ -22,6 +22,7 @@ from specrl_jax.config.kinds import (
     OFF_OR_ABOVE_ONE,
     ONE_OR_TWO,
     SHARE,
+    STRINGS,
     SWITCH,
     TEXT,
     TOKENS_OF_A_STEP,
@@ -95,7 +96,7 @@ SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps or c.algorithm.solution_coef, "100")
-STOP = When("rollout.stop", lambda c: c.rollout.stop.strip(), "'</answer>'")
+STOP = When("rollout.stop", lambda c: c.rollout.stop, "'</answer>'")
 ONE_TURN = When("environment.name", lambda c: not c.environment.name, "")
 TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
@@ -253,6 +254,7 @@ FIELDS: dict[str, Field] = {
     "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=NEW_RUN, task=""),
     "reward.timeout": _row(within(0.01, 86_400), may_change=NEW_RUN),
     "reward.memory_mib": _row(integer(1), may_change=NEW_RUN),
+    "reward.readable": _row(TEXT, may_change=NEW_RUN),
     "reward.workers": _row(integer(0, 4096, "processes"), may_change=NEW_RUN),
     "reward.threshold": _row(within(0, 1e6), may_change=NEW_RUN, task=0.0),
     "reward.overlong_tokens": _row(integer(), may_change=NEW_RUN),
@@ -265,7 +267,7 @@ FIELDS: dict[str, Field] = {
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
     "rollout.response_len": _row(integer(1)),
-    "rollout.stop": _row(TEXT),
+    "rollout.stop": _row(STRINGS),
     "rollout.temperature": _row(within(0.01, 100)),
     "rollout.top_k": _row(integer()),
     "rollout.top_p": _row(ABOVE_ZERO),
@@ -302,6 +304,7 @@ FIELDS: dict[str, Field] = {
     "environment.name": _row(TEXT),
     "environment.max_turns": _row(integer(1), TURNS, idle=1),
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
+    "environment.on_timeout": _row(one_of("end", "tell"), TURNS, idle="end"),
     # -- the algorithm -----------------------------------------------------------------------------
     "algorithm.advantage": _row(key_of("algorithms.advantages:ADVANTAGES", "auto")),
     "algorithm.turn_discount": _row(SHARE, BY_TURN, idle=1.0, may_change=NEW_RUN),

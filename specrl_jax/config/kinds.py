@@ -56,6 +56,13 @@ class Kind:
 
 
 TEXT = Kind((("text", lambda x: isinstance(x, str)),))
+STRINGS = Kind((
+    *TEXT.rules,
+    (
+        r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]',
+        lambda x: load("rollout.stop_strings:is_stop")(x),
+    ),
+))  # fmt: skip
 SWITCH = Kind((("True or False", lambda x: isinstance(x, bool)),))
 _INTEGER: Rule = ("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool))
 _NUMBER: Rule = (
@@ -78,6 +85,11 @@ def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
     """Return a whole number; why: there is a largest one."""
     at_least = (f">= {least}", lambda x: x >= least)
     return Kind((_INTEGER, at_least, (f"<= {most} ({why})", lambda x: x <= most)))
+
+
+def is_integer(kind: Kind) -> bool:
+    """Return whether a field of this kind holds a whole number."""
+    return _INTEGER in kind.rules
 
 
 def within(low: float, high: float) -> Kind:

@@ -125,7 +125,28 @@ def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list
     return chosen
 
 
+def _check_jsonl(file: Path) -> None:
+    """Raise ValueError where a file is of another kind that a user may take for JSONL."""
+    with open(file, "rb") as opened:
+        begin = opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+    if file.suffix in (".csv", ".tsv"):
+        rule = f"got {file.suffix[1:].upper()}; pandas.read_csv and to_json(orient='records', "
+        rule += "lines=True) make it JSONL"
+    elif begin.startswith(b"["):
+        rule = "got an array; jq -c '.[]' makes it JSONL"
+    elif begin.startswith(b"\x1f\x8b"):
+        rule = "got a gzip file; gunzip it first"
+    elif begin.startswith(b"PAR1"):
+        rule = "got Parquet; set data.source=parquet"
+    else:
+        return
+    raise ValueError(f"{file} must be JSONL, an object on each line, {rule}")
+
+
 def _read_jsonl(files: Iterable[Path]) -> Rows:
+    files = [*files]
+    for file in files:
+        _check_jsonl(file)
     return [
         Row(where := f"{file}:{number}", json_object(line, where))
         for file in files

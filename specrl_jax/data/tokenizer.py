@@ -126,7 +126,10 @@ class CharacterTokenizer:
         return self.encode(text)
 
     def token_texts(self) -> list[str]:
-        """Return what each of the V tokens adds to a text."""
+        """Return what each of the V tokens adds to a text, special tokens kept.
+
+        Bytes that are no whole character are surrogate escapes (PEP 383).
+        """
         return ["", "", *self._alphabet]
 
 
@@ -256,11 +259,20 @@ class HuggingFaceTokenizer:
 
     def token_texts(self) -> list[str]:
         # After a token of its own, as the begin of a text may be decoded otherwise.
-        (first, *_) = self.encode("a")
-        before = self.decode([first])
+        first = next(filter(self._is_word, range(self.vocab_size)), self.eos_ids[0])
+        before = self.decode([first], keep_special=True)
+        pairs = [[first, token] for token in range(self.vocab_size)]
         decode = self._tokenizer.backend_tokenizer.decode_batch
-        texts = decode([[first, token] for token in range(self.vocab_size)])
-        return [text.removeprefix(before) for text in texts]
+        texts = [x.removeprefix(before) for x in decode(pairs, skip_special_tokens=False)]
+        for token in [i for i, text in enumerate(texts) if "\ufffd" in text]:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            texts[token] = _bytes_as_text(name) or texts[token]
+        return texts
+
+    def _is_word(self, token: int) -> bool:
+        """Return whether a token writes a whole text of letters or digits, and no byte."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return self.decode([token]).strip().isalnum() and not _BYTE.fullmatch(name)
 
     def encode_turn(self, text: str, has_end: bool = True, role: str = "user") -> list[int]:
         if self._template is None:
@@ -331,6 +343,31 @@ class HuggingFaceTokenizer:
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 # Tokenizers of config.tokenizer.alphabet alone: they have no chat template and fit no model.
 OF_ALPHABET = {"characters": CharacterTokenizer}
+
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how a vocabulary of pieces writes a byte
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary writes."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _bytes_as_text(token: str) -> str:
+    """Return the bytes that a token of the vocabulary writes, as `token_texts` does; or ""."""
+    letters = _byte_letters()
+    if match := _BYTE.fullmatch(token):
+        content = bytes.fromhex(match[1])
+    elif letters.keys() >= {*token}:
+        content = bytes(letters[letter] for letter in token)
+    else:
+        return ""
+    return content.decode("utf-8", "surrogateescape")
 
 
 def _save(tokenizer: Any, folder: Path, file: Path | None = None) -> None:

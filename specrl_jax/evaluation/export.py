@@ -26,6 +26,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.difference import compare
 from specrl_jax.models.parameters import ADAPTERS, Params
 from specrl_jax.models.transformer import Transformer, param_count
+from specrl_jax.rollout.stop_strings import parse_stop
 from specrl_jax.sharding import put, shards
 from specrl_jax.telemetry.metrics import read_metrics
 
@@ -55,6 +56,8 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
         "top_p": sampling.top_p,
         "max_new_tokens": sampling.response_len,
     }
+    if strings := parse_stop(sampling.stop):
+        generation["stop_strings"] = list(strings)
     with _complete(out) as folder:
         policy.tokenizer.save(folder)
         hf.save(
@@ -237,10 +240,15 @@ def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str)
     base = f"base_model: {source}\n" if is_hub_id else ""
     task = f"{config.data.name or Path(config.data.path).name} ({config.data.source})"
     judge = f"environment {config.environment.name}" if config.environment.name else ""
-    rewards = [(r["step"], r["reward/eval"]) for r in metrics if "reward/eval" in r]
+    rewards = {r["step"]: f"{r['reward/eval']:.3f}" for r in metrics if "reward/eval" in r}
+    measured = bool(rewards)
+    rewards = {policy.step: "not measured"} | rewards
+    # The mark is inside a cell: Markdown drops what stands after the last one.
     rows = [
-        f"| {step} | {value:.3f} |{' ← this' if step == policy.step else ''}"
-        for step, value in rewards
+        f"| **{step}, this policy** | **{value}** |"
+        if step == policy.step
+        else f"| {step} | {value} |"
+        for step, value in sorted(rewards.items())
     ]
     evaluation = config.evaluate
     table = "\n".join(["| step | held-out reward |", "|---|---|", *rows])
@@ -266,7 +274,7 @@ A {policy.model.family} policy of {param_count(policy.model) / 1e6:.2f}M paramet
 
 Mean over {evaluation.samples} response(s) a prompt at temperature {evaluation.temperature:g}.
 
-{table if rows else "Not measured in this run."}
+{table if measured else "Not measured in this run."}
 
 ## The command
 

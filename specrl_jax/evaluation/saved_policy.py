@@ -25,7 +25,7 @@ from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.rollout.stop_strings import cut_at_stop, make_stop_strings
+from specrl_jax.rollout.stop_strings import make_stop_strings, write_stop
 from specrl_jax.sharding import shards
 from specrl_jax.types import Prompts
 
@@ -101,9 +101,11 @@ class SavedPolicy:
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
         rollout = generate(spec, weights, RolloutInputs(prompts, self.noise(number))).rollout
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
-        text = self.tokenizer.decode(tokens[0, : lens[0]].tolist())
-        strings = spec.stop.strings if spec.stop else ()
-        return cut_at_stop(text, strings, self.config.reward.keep_stop)
+        ids = tokens[0, : lens[0]].tolist()
+        decode = self.tokenizer.decode
+        return (
+            spec.stop.cut(ids, decode, self.config.reward.keep_stop) if spec.stop else decode(ids)
+        )
 
 
 def open_policy(
@@ -158,20 +160,23 @@ def run_config(workdir: Path) -> ConfigDict:
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     """Return the configuration to read a model with: `defaults` without its task.
 
-    Prompts go through the model's chat template, where it has one. Temperature and longest response
-    are those of its generation_config.json, else 1 and 512 tokens.
+    Prompts go through the model's chat template, where it has one. Temperature, longest response
+    and stop strings are those of its generation_config.json, else 1, 512 tokens and none.
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
     shape = hf.load_config(source, "--model")
     path = resolve_source(source, "--model", ("*.json",)) / "generation_config.json"
     said = read_json(path) if path.is_file() else {}
+    strings = said.get("stop_strings") or []
+    strings = [strings] if isinstance(strings, str) else strings
     response_len = min(said.get("max_new_tokens") or 512, shape.max_positions // 2)
     config = defaults.copy_and_resolve_references()
     config.update_from_flattened_dict({
         "model.source": source, "tokenizer.source": "",
         "tokenizer.chat": tokenizer.has_chat_template,
         "data.prompt_len": min(1024, shape.max_positions - response_len),
-        "rollout.response_len": response_len, "warmup.steps": 0, "evaluate.batch_size": 32,
+        "rollout.response_len": response_len, "rollout.stop": write_stop(strings),
+        "warmup.steps": 0, "evaluate.batch_size": 32,
         "evaluate.temperature": float(said.get("temperature") or 1.0),
     })  # fmt: skip
     config.data.options = ConfigDict()

@@ -4,6 +4,8 @@ Three things differ in GGUF: llama's query and key rows have llama.cpp's rotary 
 scaled frequencies are a tensor of divisors, and the norms of Gemma have the 1 that they add.
 """
 
+import re
+import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +60,14 @@ def read(
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (metadata without the vocabulary, tensors), both by name."""
+    if part := re.search(r"-(\d{5})-of-(\d{5})$", file.stem):
+        whole = file.with_name(file.name.replace(part[0], ""))
+        first = file.with_name(file.name.replace(part[0], f"-00001-of-{part[2]}"))
+        raise ValueError(
+            f"{file} must be a whole model, it is part {int(part[1])} of {int(part[2])}; "
+            f"join them: llama-gguf-split --merge {shlex.quote(str(first))} "
+            f"{shlex.quote(str(whole))}"
+        )
     with one_line(f"{file} must be a whole GGUF file"):
         reader = open_gguf(file)
         slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,13 +207,18 @@ def check_run_config(
     config: Mapping,
     *,
     ignore: Sequence[str] = (),
-    advice: str = "give the old values to resume it, or another --workdir",
+    advice: str = "",
 ) -> bool:
     """Return True if `workdir` holds a run of this config; False if it holds none.
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values: it names every such field, with both values, and ends with `advice`.
+    run there has other values: it names every such field, with both values, and ends with `advice`,
+    by default how to resume it or to begin another run.
     """
+    advice = advice or (
+        "give the old values to resume it, or another --workdir; with "
+        f"--resume_from={shlex.quote(str(workdir))}@STEP that begins with a checkpoint of this run"
+    )
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
         return False

@@ -6,6 +6,7 @@ and ends the others. Where a collective fails first, its error does.
 
 import contextlib
 import os
+import socket
 import sys
 import time
 import traceback
@@ -66,6 +67,8 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         raise ValueError("--num_processes and --process_id must come with --coordinator=HOST:PORT")
     if not coordinator and not _in_cluster():
         return False
+    if by_hand and process_id == 0:
+        _check_port(coordinator)
     # Its handler would take SIGTERM, which would then not end a process outside its loop.
     jax.config.update("jax_enable_preemption_service", False)
     print(f"joining the run's other processes, at most {JOIN_S} s", flush=True)
@@ -82,6 +85,23 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(f"the processes of the run could not be joined: {reason}") from error
     return True
+
+
+def _check_port(coordinator: str) -> None:
+    """Raise ValueError where the port of HOST:PORT cannot be listened at on this machine."""
+    port = coordinator.rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator must be HOST:PORT, got {coordinator!r}")
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            tried.bind(("", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"--coordinator={coordinator}: port {port} cannot be used here "
+                f"({error.strerror}); give all processes another"
+            ) from error
 
 
 def _in_cluster() -> bool:

@@ -51,9 +51,13 @@ def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
     with _caught_log() as records:
         try:
             devices = jax.devices()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             why = (extra and hardware.misfit(extra)) or str(error).partition("\n")[0]
+            why = why or "a platform that it was asked for is not installed"
             mend = f"; {hardware.command(extra)} may mend it" if extra else ""
+            asked = os.environ.get("JAX_PLATFORMS", "")
+            if asked and "cpu" not in asked:
+                mend += f"; JAX_PLATFORMS={asked} asks for it, without it JAX takes what it finds"
             raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
     if extra and devices[0].platform == "cpu":
         if not _wants_cpu(extra):
@@ -169,4 +173,9 @@ def only_process(workdir: Path) -> Iterator[None]:
             raise ValueError(
                 f"{workdir} is in use by another process; wait for it, or give another --workdir"
             ) from None
+        except OSError as error:
+            raise ValueError(
+                f"--workdir must be on a file system with locks, {workdir} is not "
+                f"({error.strerror}); give one on another"
+            ) from error
         yield

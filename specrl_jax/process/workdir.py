@@ -1,6 +1,7 @@
 """Checks of a run's work directory, before anything is computed: which run may go on there."""
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,11 @@ MAY_CHANGE_FROM_OTHER = may_change(RESUMED, NEW_RUN)
 
 
 def check_paths(workdir: Path) -> None:
-    """Raise ValueError where `workdir` has a file for a folder or a folder for a file."""
+    """Raise ValueError where `workdir` cannot be written, or has a file for a folder or a folder
+    for a file.
+
+    What was missing is not there afterwards either.
+    """
     folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
     files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
     for path in folders:
@@ -28,6 +33,24 @@ def check_paths(workdir: Path) -> None:
     for path in files:
         if path.is_dir():
             raise ValueError(f"{path} must be a file, it is a folder; move it")
+    _check_writable(workdir)
+
+
+def _check_writable(workdir: Path) -> None:
+    """Raise ValueError where no file can be made in the folder, or in the one to make it in."""
+    folder = workdir.absolute()
+    while not folder.exists():
+        if folder.is_symlink():
+            raise ValueError(f"--workdir: {folder} is a link to nothing; mend or remove it")
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--workdir must be a folder that can be written, {folder} cannot "
+            f"({error.strerror}); give another"
+        ) from error
 
 
 def check_complete(workdir: Path, last: int | None, has_config: bool) -> None:

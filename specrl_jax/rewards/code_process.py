@@ -6,10 +6,12 @@ start takes as long as its imports. No JAX.
 """
 
 import atexit
+import bisect
 import builtins
 import functools
 import importlib
 import json
+import mmap
 import os
 import resource
 import sys
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 NAME = "solution"  # of the module that the code is
 MAX_OUTPUT = 2**23  # bytes of a program's output that are read
+_MOST_SPACE = 2**38  # bytes of address space that a process with no limit may have in use
 
 # Plain data between the two processes ------------------------------------------------------------
 
@@ -135,10 +138,37 @@ def _begin(memory: int, path: list[str]) -> list:
     """Let this process allocate as many bytes, -1: any number, and import from `path`."""
     sys.path[:] = path
     if memory >= 0:
-        with open("/proc/self/statm", "rb") as file:
-            most = memory + int(file.read().split()[0]) * resource.getpagesize()
+        most = memory + address_space()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     return []
+
+
+def address_space() -> int:
+    """Return the bytes of address space in use, which a confined process cannot read in /proc.
+
+    It is what a limit leaves no room for.
+    """
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    limit = old[0]
+    try:
+        if limit == resource.RLIM_INFINITY:
+            limit = _MOST_SPACE
+            resource.setrlimit(resource.RLIMIT_AS, (limit, old[1]))
+        free = bisect.bisect(
+            range(limit // mmap.PAGESIZE), 0, lo=1, key=lambda pages: not _has_room(pages)
+        )
+        return limit - (free - 1) * mmap.PAGESIZE
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, old)
+
+
+def _has_room(pages: int) -> bool:
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        mmap.mmap(-1, pages * mmap.PAGESIZE, flags=kind, prot=0).close()
+        return True
+    except OSError:
+        return False
 
 
 def _load(code: str, imports: str) -> list:

@@ -6,7 +6,6 @@ whatever session they are in.
 """
 
 import contextlib
-import glob
 import os
 import resource
 import shutil
@@ -17,6 +16,8 @@ import time
 from collections.abc import Mapping
 
 from specrl_jax.rewards import linux
+from specrl_jax.rewards.code_process import address_space
+from specrl_jax.rewards.readable import find_readable, find_without_listing
 
 MAX_PROCESSES = 64  # processes and threads that one answer may have at a time
 MAX_OPEN_FILES = 256
@@ -72,22 +73,13 @@ def _kill_children(group: int) -> None:
     if os.getpid() == 1:  # of a process namespace: -1 is all in it but this process
         targets = [-1]
     else:
-        targets = {*_children(), group} - {0}
+        targets = {*map(int, linux.children()), group} - {0}
         if group:
             with contextlib.suppress(OSError):  # it may be too young to lead its group
                 os.killpg(group, signal.SIGKILL)
     for pid in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    """Numbers of this process's children, as far as the system tells."""
-    children = []
-    for path in glob.glob("/proc/self/task/*/children"):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-            children += map(int, file.read().split())
-    return children
 
 
 def count_tasks() -> int:
@@ -135,9 +127,18 @@ class Cell:
     namespaces: what `enter_namespaces` gave; None: answers are trusted, only memory is limited.
     tasks: of the user, as the worker started; in a namespace they cannot be counted.
     user: `linux.own_user()`, before the namespaces.
+    readable: further paths that an answer may read, of `parse_readable`.
     """
 
-    def __init__(self, scratch: str, memory: int, namespaces: bool | None, tasks: int, user: int):
+    def __init__(
+        self,
+        scratch: str,
+        memory: int,
+        namespaces: bool | None,
+        tasks: int,
+        user: int,
+        readable: str = "",
+    ):
         self._scratch = scratch
         self._memory = memory
         self._tasks = tasks
@@ -146,6 +147,7 @@ class Cell:
         self._namespaces = bool(namespaces)
         self._read_only = self._namespaces and linux.read_only_view()
         self._abi = linux.landlock_abi() if self._contained else 0
+        self._readable = find_readable(readable) if self._contained else ()
         self._seccomp = self._contained and linux.has_seccomp()
         self._is_limited = self.trusts or not linux.is_unlimited() or linux.has_few_pids()
         self._user = 0
@@ -165,6 +167,7 @@ class Cell:
         if self.trusts:
             return []
         covered = {
+            "read files": self._abi,
             "change files": self._read_only or self._abi,
             "open sockets": self._namespaces or self._seccomp,
             "signal other processes": self._namespaces or self._abi >= 6 or self._seccomp,
@@ -210,14 +213,15 @@ class Cell:
         else:
             linux.drop_capabilities()
         if self._abi:
-            linux.restrict_files(self._abi, self._scratch)
+            find_without_listing()
+            linux.restrict_files(self._abi, self._scratch, self._readable)
         if self._seccomp:
             outside = not self._namespaces
             linux.restrict_calls(tuning=outside, signals=outside and self._abi < 6)
 
     def limit_memory(self, for_good: bool) -> None:
         """Let this process allocate as much as an answer may; for_good: it cannot be lifted."""
-        memory = _virtual_bytes() + self._memory
+        memory = _used_memory() + self._memory
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         _limit(resource.RLIMIT_AS, memory, memory + RESERVE if for_good else most)
 
@@ -305,14 +309,10 @@ def lift_memory_limit() -> None:
 def free_memory() -> int:
     """Bytes that this process may still allocate; -1: any number."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = _virtual_bytes()
+    used = _used_memory()
     return most - used if used and most != resource.RLIM_INFINITY else -1
 
 
-def _virtual_bytes() -> int:
-    """Address space in use; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
+def _used_memory() -> int:
+    """Address space in use; 0 where the system does not limit it."""
+    return address_space() if linux.LINUX else 0

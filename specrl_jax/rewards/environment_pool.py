@@ -20,8 +20,12 @@ import numpy as np
 
 from specrl_jax.rewards import environment_process
 from specrl_jax.rewards.environment_process import MAX_TRIES, Request, StepReport
+from specrl_jax.rewards.readable import parse_readable
+from specrl_jax.rewards.time_limit import longest
 from specrl_jax.rewards.worker_process import Result, Settings
 from specrl_jax.rewards.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
+
+END, TELL = ON_TIMEOUT = ("end", "tell")  # values of environment.on_timeout
 
 
 @dataclass(eq=False)
@@ -44,21 +48,38 @@ class EnvironmentPool(WorkerPool):
     """Runs episodes of an environment. Calls are safe from several threads.
 
     name: of `ENVIRONMENTS`, or module:Class.
-    timeout: wall-clock seconds that a step may take.
+    timeout: CPU seconds that a step may take, see `time_limit`.
     memory_mib: MiB that the process of an episode may allocate (Linux only).
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
+    readable: paths that an episode may read besides Python and libraries, with : between them.
+    on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or the policy is told.
     """
 
     def __init__(
-        self, name: str, *, timeout: float, memory_mib: int, workers: int, threshold: float = 0.0
+        self,
+        name: str,
+        *,
+        timeout: float,
+        memory_mib: int,
+        workers: int,
+        threshold: float = 0.0,
+        readable: str = "",
+        on_timeout: str = "end",
     ):
         loaded = environment_process.load(name)  # a mistake is raised here
+        if on_timeout == TELL and loaded.after_timeout is None:
+            raise ValueError(
+                f"environment.on_timeout must be {END} where environment.name is {name}, got "
+                f"{TELL!r}: its class must say replayable or after_timeout, see docs/agents.md"
+            )
         settings = Settings(name, float(timeout), int(memory_mib), loaded.contained)
+        settings = settings._replace(readable=parse_readable(readable))
         program = environment_process.__name__
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")
         self.replayable = loaded.replayable  # answers depend on responses alone, and come soon
+        self._after_timeout = loaded.after_timeout if on_timeout == TELL else None
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._numbers = itertools.count()
@@ -176,7 +197,7 @@ class EnvironmentPool(WorkerPool):
         reports = []
         if wait:
             turns = max((len(x.responses) for x in self._live if x.waits), default=1)
-            patience = self._timeout * turns + GRACE_S  # seconds
+            patience = longest(self._timeout * turns) + GRACE_S  # seconds
             try:
                 reports.append(self._reports.get(timeout=patience))
             except queue.Empty:
@@ -210,6 +231,9 @@ class EnvironmentPool(WorkerPool):
         episode.home = None
         if not episode.waits:
             return False
+        if report.late and self._after_timeout is not None:
+            self._tell(episode, report.result.failure)
+            return False
         episode.tries += report.tries
         may_begin = report.result is None and len(episode.responses) == 1
         if episode.tries < MAX_TRIES and (self.replayable or may_begin):
@@ -218,6 +242,19 @@ class EnvironmentPool(WorkerPool):
         failure = "its environment's process has ended" if episode.tries < MAX_TRIES else ended
         self._answer(episode, report.result or Result(failure=failure))
         return False
+
+    def _tell(self, episode: Episode, failure: str) -> None:
+        """Tell the policy that its turn took too long; the next one begins a process.
+
+        That one plays the turns before this one again, where they get the same answers.
+        """
+        step = self._after_timeout
+        if self.replayable:
+            episode.responses.pop()
+        else:
+            episode.responses.clear()
+        text = f"TimeoutError: {failure}; {step.observation}"
+        self._answer(episode, Result(step.reward, False, text, role=step.role))
 
     def _answer(self, episode: Episode, result: Result) -> None:
         episode.waits = False

@@ -14,17 +14,17 @@ import random
 import resource
 import select
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from specrl_jax.inputs import reason
+from specrl_jax.inputs import one_line, reason
 from specrl_jax.rewards import containment, linux, worker_process
-from specrl_jax.rewards.environment_protocol import Environment, Step, take_step
+from specrl_jax.rewards.environment_protocol import Environment, Step, check_step, take_step
 from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
+from specrl_jax.rewards.time_limit import TimeLimit
 from specrl_jax.rewards.worker_process import CONTAINED, Result, Settings, checked
 
 MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
@@ -48,6 +48,7 @@ class StepReport(NamedTuple):
     result: Result | None  # None: none came, and the response need not be the cause
     lives: bool  # whether a process still holds the environment
     tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
+    late: bool = False  # whether the time for it was over
 
 
 class LoadedEnvironment(NamedTuple):
@@ -57,6 +58,7 @@ class LoadedEnvironment(NamedTuple):
     contained: bool  # False: the class says `contained = False`
     replayable: bool
     shares: bool  # one process holds all episodes of a worker
+    after_timeout: Step | None  # answer to a step that took too long; None: the episode is over
 
 
 def load(name: str) -> LoadedEnvironment:
@@ -65,7 +67,13 @@ def load(name: str) -> LoadedEnvironment:
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
-    return LoadedEnvironment(make, contained, replayable, shares=trusted and replayable)
+    after_timeout = Step("this turn had no effect") if replayable else None
+    if (own := getattr(make, "after_timeout", None)) is not None:
+        with one_line(f"after_timeout of environment.name={name} must be a step that goes on"):
+            after_timeout = check_step(own)
+            if after_timeout.done:
+                raise ValueError("it is done")
+    return LoadedEnvironment(make, contained, replayable, trusted and replayable, after_timeout)
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -229,19 +237,21 @@ class _Keeper:
     def _step(self, requests: Sequence[Request]) -> int | None:
         """Report what comes of requests; return the exit code of a process that has ended."""
         timeout = self.settings.timeout
-        _write(self.request_fd, pickle.dumps(requests), timeout)
+        _write(self.request_fd, pickle.dumps(requests), TimeLimit(timeout))
         for request in requests:
             if not request.responses:
                 continue
-            line = self.reader.read(timeout * len(request.responses))
+            limit = TimeLimit(timeout, answers=len(request.responses))
+            line = self.reader.read(limit)
             if not line.endswith(b"\n"):
                 late = not self.reader.ended
                 code = self._stop()
                 failure = f"the environment's process died (exit code {code})"
                 if late:
-                    failure = f"no answer within {timeout:g} s"
+                    failure = f"no answer {limit.reason}"
                 tries = MAX_TRIES if late else 1
-                self.conn.send(StepReport(request.number, Result(failure=failure), False, tries))
+                result = Result(failure=failure)
+                self.conn.send(StepReport(request.number, result, False, tries, late))
                 return code
             self.conn.send(StepReport(request.number, Result.from_line(line), True))
         return None
@@ -253,12 +263,12 @@ class _Keeper:
         return end(self.pid)
 
 
-def _write(fd: int, data: bytes, seconds: float) -> None:
+def _write(fd: int, data: bytes, limit: TimeLimit) -> None:
     """Write as much of the data as a process reads in time."""
-    end = time.monotonic() + seconds
     with contextlib.suppress(BrokenPipeError):
-        while data and select.select([], [fd], [], max(end - time.monotonic(), 0.0))[1]:
-            data = data[os.write(fd, data) :]
+        while data and (left := limit.left()):
+            if select.select([], [fd], [], left)[1]:
+                data = data[os.write(fd, data) :]
 
 
 # An environment's process -------------------------------------------------------------------------

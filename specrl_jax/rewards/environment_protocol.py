@@ -4,6 +4,7 @@ One object is made for an episode. It lives in a process of the workers (`enviro
 within limits of time and memory, until the episode is over. No JAX.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
@@ -27,6 +28,11 @@ class Environment(Protocol):
     the class is trusted, and keeps the network and the files of its user. `starts_program = True`:
     it runs what a response says in a program of its own. A `prepare()` is called once, before the
     processes of episodes are forked, to import what all of them need.
+
+    `after_timeout = Step(..)` says that an episode may go on after a step that took too long: with
+    a new object, which `reset` begins, and whose files are gone. The step's observation tells the
+    policy so. An episode of a replayable class goes on from before the turn, and needs no such
+    step.
     """
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
@@ -38,7 +44,12 @@ class Environment(Protocol):
 
 def take_step(environment: Environment, response: str) -> Step:
     """Return the environment's answer; an exception where it is no `Step`."""
-    step = Step(*environment.step(response))
+    return check_step(environment.step(response))
+
+
+def check_step(values: Iterable) -> Step:
+    """Return the `Step` of its values; an exception where they make none."""
+    step = Step(*values)
     if not isinstance(step.observation, str):
         kind = type(step.observation).__name__
         raise TypeError(f"the observation of a step must be text, got {kind}")

@@ -11,9 +11,11 @@ import errno
 import os
 import platform
 import signal
+import stat
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 LINUX = sys.platform == "linux"
@@ -81,6 +83,37 @@ def is_short(error: OSError) -> bool:
 def hide_memory() -> None:
     """Let no other process without rights read this one's memory, nor that of what it forks."""
     call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
+_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
+
+
+def children(pid: str = "self") -> list[str]:
+    """Numbers of a process's children, as /proc has them, as far as the system tells."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            path = f"/proc/{pid}/task/{task}/children"
+            with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+                found += file.read().split()
+    return found
+
+
+def cpu_seconds(pid: int = 0) -> float:
+    """CPU time of a process and its descendants, alive or waited for; 0 where /proc does not tell.
+
+    pid: 0: all descendants of this process, but not itself.
+    """
+    ticks = 0
+    processes = [str(pid)] if pid else children()
+    while processes:
+        process = processes.pop()
+        with contextlib.suppress(OSError):  # it has ended: it counts where it is waited for
+            with open(f"/proc/{process}/stat", "rb") as file:
+                # utime, stime, cutime, cstime of proc_pid_stat(5), after the name in brackets.
+                ticks += sum(map(int, file.read().rpartition(b")")[2].split()[11:15]))
+            processes += children(process)
+    return ticks * _TICK
 
 
 # Users --------------------------------------------------------------------------------------------
@@ -255,6 +288,8 @@ def read_only_view() -> bool:
 # Landlock -----------------------------------------------------------------------------------------
 
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_READ_FOLDER = 1 << 3
+_READ = 1 << 0 | 1 << 2 | _READ_FOLDER  # execute and read files, list folders
 _CHANGE = _WRITE_FILE | sum(1 << right for right in range(4, 13))  # remove and make, of all kinds
 
 
@@ -266,18 +301,34 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict_files(abi: int, scratch: str) -> None:
-    """Allow changes of files in `scratch` alone, and no TCP or signals to outside (newer ABIs)."""
-    files = _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14  # rename between folders, truncate
+def restrict_files(abi: int, scratch: str, readable: Sequence[str]) -> None:
+    """Allow changes of files in `scratch` alone, and reading there and in `readable`.
+
+    With newer ABIs it also allows no TCP and no signals to outside.
+    """
+    files = (
+        _READ | _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14
+    )  # rename between folders, truncate
     rules = struct.pack("3Q", files, 0b11 * (abi >= 4), 0b11 * (abi >= 6))
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = _syscall(_LANDLOCK_CREATE, rules, size, 0)
-    for path, allowed in ((scratch, files), (os.devnull, files & (_WRITE_FILE | _TRUNCATE))):
-        fd = os.open(path, os.O_PATH)
-        _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed, fd), 0)
-        os.close(fd)
+    for path in readable:
+        with contextlib.suppress(OSError):  # what cannot be opened cannot be read
+            _allow(ruleset, path, _READ)
+    _allow(ruleset, os.devnull, files & (_READ | _WRITE_FILE | _TRUNCATE))
+    _allow(ruleset, scratch, files)
     _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH)
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= ~_READ_FOLDER
+        _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
+    finally:
+        os.close(fd)
 
 
 # Seccomp ------------------------------------------------------------------------------------------

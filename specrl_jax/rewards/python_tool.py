@@ -8,6 +8,7 @@ import contextlib
 import logging
 
 from specrl_jax.rewards.code import CodeProcess
+from specrl_jax.rewards.environment_protocol import Step
 from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
 from specrl_jax.rewards.tool_calls import BEGIN, END, Call, CallError, clean_code, read_calls
 
@@ -25,6 +26,7 @@ class PythonTool:
 
     starts_program = True
     call_end = END
+    after_timeout = Step("Python was restarted: names and files are gone\n", role="tool")
 
     @staticmethod
     def prepare() -> None:

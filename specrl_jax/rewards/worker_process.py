@@ -19,7 +19,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -29,13 +28,14 @@ from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION, ROLES
 from specrl_jax.rewards.scorers import find_scorer, load_scorer
+from specrl_jax.rewards.time_limit import TimeLimit
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
 CONTAINED = (  # after an error of the system, in a user's own function or class
-    " (a contained reward has no network and an empty folder: see contained = False in "
-    "docs/extending.md)"
+    " (a contained reward has no network, an empty folder and the files of reward.readable alone: "
+    "see contained = False in docs/extending.md)"
 )
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
 NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
@@ -110,11 +110,12 @@ class Settings(NamedTuple):
     """Arguments that a worker is started with."""
 
     name: str  # of the scorer or the environment
-    timeout: float  # seconds an answer may take
+    timeout: float  # CPU seconds an answer may take, see `time_limit`
     memory_mib: int  # MiB an answer may allocate
     contained: bool
     extract: str = ""
     format: str = ""
+    readable: str = ""  # of `parse_readable`
 
 
 # The guard ----------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ def guard(
         os.close(lifeline_fd)
         os.close(alive)
         memory = settings.memory_mib << 20
-        cell = partial(containment.Cell, scratch, memory, namespaces, tasks, user)
+        limits = (memory, namespaces, tasks, user, settings.readable)
+        cell = partial(containment.Cell, scratch, *limits)
         make_template(conn_fd, held, settings).serve(cell)
     os.close(conn_fd)
     os.close(held)
@@ -231,9 +233,11 @@ class Template:
         pid, reader = fork_confined(self._cell, score, (self._conn.fileno(), self._held_fd))
         reason = ""
         for _ in items:
-            line = reader.read(self._settings.timeout)
+            # A program that a trusted scorer's module has started works for others, too.
+            limit = TimeLimit(self._settings.timeout, pid if self._cell.trusts else 0)
+            line = reader.read(limit)
             if not line.endswith(b"\n"):
-                reason = "" if reader.ended else f"no result within {self._settings.timeout:g} s"
+                reason = "" if reader.ended else f"no result {limit.reason}"
                 break
             yield Result.from_line(line)
         # A trusted scorer's module may have started a process that serves all answers.
@@ -260,13 +264,12 @@ class Reader:
         """Return True once the process has closed its end, or reported too much."""
         return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
 
-    def read(self, seconds: float) -> bytes:
+    def read(self, limit: TimeLimit) -> bytes:
         """Return the next line, with its end; what has come of it in time, without one."""
-        deadline = time.monotonic() + seconds
         while b"\n" not in self._report and not self.ended:
-            left = deadline - time.monotonic()
-            self._take(max(left, 0.0))
-            if left <= 0:
+            left = limit.left()
+            self._take(left)
+            if not left:
                 break
         line, end, self._report = self._report.partition(b"\n")
         return line + end

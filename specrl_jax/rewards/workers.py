@@ -29,7 +29,9 @@ from multiprocessing.connection import Connection, Pipe
 import numpy as np
 
 from specrl_jax.rewards import containment, linux, worker_process
+from specrl_jax.rewards.readable import parse_readable
 from specrl_jax.rewards.scorers import find_scorer, reads_answer_part
+from specrl_jax.rewards.time_limit import longest
 from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
@@ -152,13 +154,14 @@ class RewardPool(WorkerPool):
     """Scores batches, one at a time; a worker that an answer hangs is killed and replaced.
 
     name: of `SCORERS`, or module:function.
-    timeout: wall-clock seconds per answer.
+    timeout: CPU seconds per answer, see `time_limit`.
     memory_mib: MiB each process of an answer may allocate (Linux only).
     workers: number of processes; 0: one per core, at most 16.
     threshold: > 0: the reward is 1 where the score reaches it, else 0.
     extract: a regular expression; group 1 of its last match in the answer part is the answer (no
       match: reward 0).
     format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
+    readable: paths that code in answers may read besides Python and libraries, with : between them.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class RewardPool(WorkerPool):
         threshold: float = 0.0,
         extract: str = "",
         format: str = "",
+        readable: str = "",
     ):
         loaded = worker_process.load(name, extract, format)  # a mistake is raised here
         self._score_here = loaded.score
@@ -179,7 +183,8 @@ class RewardPool(WorkerPool):
         # A user's pattern needs a process, as it may backtrack for ever.
         here = not (find_scorer(name).needs_process or extract)
         limits = (float(timeout), int(memory_mib))
-        settings = Settings(name, *limits, loaded.contained, extract, format)
+        texts = (extract, format, parse_readable(readable))
+        settings = Settings(name, *limits, loaded.contained, *texts)
         executes = name if loaded.alone is None else ", ".join(sorted(loaded.alone))
         count = 0 if here else num_workers(workers)
         super().__init__(worker_process.__name__, settings, count, executes, "reward.name")
@@ -290,7 +295,7 @@ class Worker:
             self._asked += len(items)
             self.conn.send((first, items))
             for expected in range(first, self._asked):
-                number, *result = self._receive(self._settings.timeout + GRACE_S)
+                number, *result = self._receive(longest(self._settings.timeout) + GRACE_S)
                 if number != expected:
                     raise ValueError("the report of another answer")
                 results.append(Result(*result))

@@ -42,6 +42,7 @@ class Rows:
     prompt_lens: Array  # int32 [b]
     max_lens: Array  # int32 [b], most tokens of the response, at most R
     lens: Array  # int32 [b], response tokens
+    turn_starts: Array  # int32 [b], response tokens before the turn that the row is in
     last: Array  # int32 [b], the token that is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]

@@ -1,16 +1,21 @@
 """Texts that end a turn, as `</answer>`, across the borders of tokens.
 
-An automaton reads the texts of tokens. Its state is the longest end of what was read that begins
-one of the strings, so it depends on a few tokens alone: whoever reads these from the start knows
-the state, and a row carries none. With the string "<a>":
+An automaton reads the bytes of tokens. Its state is the longest end of what was read that begins
+one of the strings. Its last state accepts: the turn ends with this token. What follows is another
+turn, and is read from the start. With the string "<a>":
 
-    tokens   "x<"   "a"    "> y"
-    state    "<"    "<a"   accepting: the turn ends with this token
+    tokens   "x<"   "a"    "> y"       "<"
+    state    "<"    "<a"   accepting   "<"
+
+A string has a bounded number of bytes, so a few tokens tell the state, and a row carries none.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +25,9 @@ from jax import Array
 from specrl_jax.sharding import axes, reshard
 
 NOTHING = -1  # in the place of a token: what was read before it does not count
-_NO_TEXT = "\0"  # of a token that adds none: no string goes on over it
+_LIST = re.compile(r"\s*\[\s*[\"']")
+_ESCAPES = re.compile(r"(\\[nrt])+")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # no text of any file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,32 +40,31 @@ class StopStrings:
 
     @classmethod
     def of(cls, strings: Sequence[str], texts: Sequence[str]) -> "StopStrings":
-        """Return the automaton; texts: of V tokens, what each adds to a text."""
-        begins = {string[:size] for string in strings for size in range(len(string))}
-        states = sorted(begins, key=len)  # "" first: the start
-        number = {state: i for i, state in enumerate(states)}
-        accepting = len(states)
-        letters = set("".join(strings))
+        """Return the automaton; texts: of V tokens, as `Tokenizer.token_texts` gives them.
 
-        def move(state: str, text: str) -> int:
-            read = state + text
-            if any(string in read for string in strings):
-                return accepting
-            return number[next(state for state in reversed(states) if read.endswith(state))]
-
-        def column(text: str) -> tuple[int, ...]:
-            if letters.isdisjoint(text):
-                return (0,) * accepting + (accepting,)
-            return (*(move(state, text) for state in states), accepting)
-
-        columns = {(0,) * accepting + (accepting,): 0}  # the first is of NOTHING
-        kinds = [columns.setdefault(column(x or _NO_TEXT), len(columns)) for x in texts]
-        return cls(tuple(strings), np.array(kinds, np.int32), np.array([*columns], np.int32).T)
+        No string goes on over a token without a text.
+        """
+        steps = _byte_steps([string.encode() for string in strings])
+        accepting = len(steps) - 1
+        tokens = [text.encode("utf-8", "surrogateescape") for text in texts]
+        sizes = np.array([len(token) for token in tokens])
+        starts = np.cumsum(sizes) - sizes
+        letters = np.frombuffer(b"".join(tokens), np.uint8)
+        columns = np.tile(np.arange(accepting, dtype=np.int32), (len(tokens) + 1, 1))
+        for i in range(sizes.max(initial=0)):
+            longer = np.flatnonzero(sizes > i)
+            read = letters[starts[longer] + i]
+            columns[longer + 1] = steps[columns[longer + 1], read[:, None]]
+        columns[1:][sizes == 0] = 0
+        columns[0] = 0  # of NOTHING, the least of all: the first kind
+        columns, kinds = np.unique(columns, axis=0, return_inverse=True)
+        moves = np.concatenate([columns.T, columns.T[:1]])
+        return cls(tuple(strings), kinds[1:].astype(np.int32), moves)
 
     @property
     def window(self) -> int:
         """Number of tokens before a token in which a string that ends in the token may begin."""
-        return max(map(len, self.strings)) - 1
+        return max(len(string.encode()) for string in self.strings) - 1
 
     def ends(self, tokens: Any, xp: Any = jnp) -> Any:
         """Mark the tokens that complete a string, bool [B, T].
@@ -74,6 +80,52 @@ class StopStrings:
             kind = kinds[:, first : first + count]
             state = look_up(moves, state * self.moves.shape[1] + kind)
         return state == len(self.moves) - 1
+
+    def count_to_end(self, ids: Sequence[int]) -> int:
+        """Return the number of a turn's tokens up to the first that completes a string, or 0."""
+        before = [NOTHING] * self.window
+        ends = self.ends(np.array([[*before, *ids]], np.int32), np)[0]
+        return int(np.argmax(ends)) + 1 if ends.any() else 0
+
+    def cut(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], keep: bool) -> str:
+        """Decode a turn up to the first string that its tokens complete; all of it without one.
+
+        ids: of the turn. decode: token ids → text. keep: up to the string's end, else to its begin.
+        """
+        count = self.count_to_end(ids)
+        if not count:
+            return decode(ids)
+        text = decode(ids[:count])
+        # The string ends in what the last token adds.
+        pairs = zip(text, decode(ids[: count - 1]))
+        before = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        begins = ((text.find(s, max(before + 1 - len(s), 0)), len(s)) for s in self.strings)
+        places = [(begin + size, begin) for begin, size in begins if begin >= 0]
+        if not places:  # the decoder hides the string, as a special token
+            return text
+        end, begin = min(places)
+        return text[: end if keep else begin]
+
+
+def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
+    """Return the next state by state and byte, int32 [S, 256]; the last state accepts, for good.
+
+    The other states are the begins of the strings, the empty one first.
+    """
+    begins = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
+    number = {begin: i for i, begin in enumerate(begins)}
+    accepting = len(begins)
+    steps = np.zeros((accepting + 1, 256), np.int32)
+    steps[accepting] = accepting
+    for state, begin in enumerate(begins):
+        for byte in {*b"".join(strings)}:
+            read = begin + bytes([byte])
+            if read.endswith(tuple(strings)):
+                steps[state, byte] = accepting
+            else:
+                ends = (read[i:] for i in range(len(read) + 1))
+                steps[state, byte] = next(number[end] for end in ends if end in number)
+    return steps
 
 
 def _look_up(table: np.ndarray, index_BT: Array) -> Array:
@@ -91,30 +143,79 @@ def turn_ends(eos_ids: Sequence[int], stop: StopStrings | None, tokens: Any, xp:
     return ends if stop is None else ends | stop.ends(tokens, xp)
 
 
+# The field `rollout.stop` ------------------------------------------------------------------------
+
+
+def parse_stop(value: str) -> tuple[str, ...]:
+    """Return the strings that `rollout.stop` lists: texts apart by blanks, or a JSON list of texts.
+
+    Raises ValueError in one line where the value is neither. Blanks alone, a newline and an escape
+    for one count as texts only in a JSON list: elsewhere they would be lost without a word.
+    """
+    if _LIST.match(value):
+        strings = _read_list(value)
+        clear = bool(strings)
+    else:
+        strings = value.split()
+        others = {*filter(str.isspace, value)} - {" "}
+        clear = not others and bool(strings) == bool(value)
+        clear = clear and not any(map(_ESCAPES.fullmatch, strings))
+    if not clear or _SURROGATE.search("".join(strings)):
+        raise ValueError(
+            f"rollout.stop must be texts apart by blanks, or a JSON list of texts, got {value!r}"
+        )
+    return tuple(strings)
+
+
+def write_stop(strings: Sequence[str]) -> str:
+    """Return the value of `rollout.stop` that lists these strings."""
+    return json.dumps([*strings], ensure_ascii=False) if strings else ""
+
+
+def is_stop(value: str) -> bool:
+    """Return whether `parse_stop` understands a value."""
+    try:
+        parse_stop(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_list(value: str) -> list[str]:
+    """Read a JSON list of texts that are not empty; [] where the value is none."""
+    try:
+        strings = json.loads(value)
+    except ValueError:
+        return []
+    return strings if all(isinstance(x, str) and x for x in strings) else []
+
+
 def make_stop_strings(config: Any, tokenizer: Any) -> StopStrings | None:
     """Return the automaton of `rollout.stop`; None where it is empty.
 
     Raises ValueError in one line where the tokenizer cannot write one of the strings.
     """
-    strings = config.rollout.stop.split()
-    if not strings:
-        return None
-    stop = StopStrings.of(strings, tokenizer.token_texts())
+    strings = parse_stop(config.rollout.stop)
+    return _make(strings, tokenizer) if strings else None
+
+
+@functools.lru_cache(maxsize=8)
+def _make(strings: tuple[str, ...], tokenizer: Any) -> StopStrings:
+    texts = tokenizer.token_texts()
     for string in strings:
-        ids = tokenizer.encode(string)
-        padded = np.array([[NOTHING] * stop.window + ids], np.int32)
-        if not stop.ends(padded, np)[0, -1]:
+        if missing := _unwritten(string, texts):
             raise ValueError(
-                f"rollout.stop must hold texts that tokens write, {string!r} is none: the "
-                f"tokenizer reads it as {tokenizer.decode(ids)!r}; choose another text"
+                f"rollout.stop must hold texts that the tokenizer writes, got {string!r}: no "
+                f"tokens go on with {missing!r}; choose another text"
             )
-    return stop
+    return StopStrings.of(strings, texts)
 
 
-def cut_at_stop(text: str, strings: Sequence[str], keep: bool) -> str:
-    """Cut a text at the first string that ends in it; keep: after the string, else before it."""
-    places = [(at + len(s), at) for s in strings if (at := text.find(s)) >= 0]
-    if not places:
-        return text
-    end, start = min(places)
-    return text[: end if keep else start]
+def _unwritten(string: str, texts: Sequence[str]) -> str:
+    """Return the rest of a string after the longest begin that tokens write; "" after all of it."""
+    moves = StopStrings.of([string], texts).moves
+    reached = np.zeros(1, int)
+    while len(more := np.unique(np.append(reached, moves[reached]))) > len(reached):
+        reached = more
+    begin = string.encode()[: reached[-1]]  # states are numbered by their lengths
+    return string[len(begin.decode(errors="ignore")) :]

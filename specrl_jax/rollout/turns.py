@@ -136,6 +136,7 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
     return dataclasses.replace(
         all_rows,
         lens=ends,
+        turn_starts=jnp.where(answered, ends, all_rows.turn_starts),
         last=jnp.where(answered, last, all_rows.last),
         done=all_rows.done & ~answered,
         sources=jnp.where(new, jnp.int8(Source.FORCED), all_rows.sources),

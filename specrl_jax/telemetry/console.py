@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 # Heading, metric, width, format. A step without the metric shows "-".
-_COLUMNS = (
+_Column = tuple[str, str, int, str]
+_COLUMNS: tuple[_Column, ...] = (
     ("reward", "reward/mean", 6, "{:.3f}"),
     ("eval", "reward/eval", 6, "{:.3f}"),
     ("nosignal", "reward/no_signal", 8, "{:.0%}"),
@@ -17,6 +18,13 @@ _COLUMNS = (
     ("extend", "time/extend", 7, "{:.2f}s"),
     ("decode", "time/decode", 7, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
+)
+# Of a run with an environment, instead of the parts of the rollout's seconds.
+_EPISODE_COLUMNS: tuple[_Column, ...] = (
+    *_COLUMNS[:-3],
+    ("environ", "time/environment", 7, "{:.2f}s"),
+    _COLUMNS[-1],
+    ("step", "time/step", 7, "{:.2f}s"),
 )
 
 # Shown after a line where it is not 0: metric, words.
@@ -37,13 +45,17 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Console:
-    """A line a step, a heading every 20 lines, and a progress bar if stdout is a terminal."""
+    """A line a step, a heading every 20 lines, and a progress bar if stdout is a terminal.
 
-    def __init__(self, total_steps: int):
+    environment: whether there is one: its seconds and those of the step are shown.
+    """
+
+    def __init__(self, total_steps: int, environment: bool = False):
         import rich.console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._total = total_steps
+        self._columns = _EPISODE_COLUMNS if environment else _COLUMNS
         self._lines = 0
         self._warned = False
         self._times: deque[float] = deque(maxlen=20)
@@ -64,10 +76,11 @@ class Console:
         self._times.append(time.monotonic())
         time_left = format_duration(self._seconds_left(step, values))
         if self._lines % 20 == 0:
-            self._print("step", "epoch", [heading for heading, *_ in _COLUMNS], "left")
+            self._print("step", "epoch", [heading for heading, *_ in self._columns], "left")
         self._lines += 1
         cells = [
-            style.format(values[name]) if name in values else "-" for _, name, _, style in _COLUMNS
+            style.format(values[name]) if name in values else "-"
+            for _, name, _, style in self._columns
         ]
         trouble = [words.format(values[name]) for name, words in _TROUBLE if values.get(name)]
         self._print(f"{step}/{self._total}", epoch, cells, time_left, ", ".join(trouble))
@@ -93,7 +106,7 @@ class Console:
     ) -> None:
         """Print an aligned line of at most 100 columns, and what went wrong after it."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
-        for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
+        for cell, (_, _, width, _) in zip(cells, self._columns, strict=True):
             line += f"{cell:>{width + 1}}"
         self.write_line(f"{line}{time_left:>8}  {trouble}".rstrip())
 

@@ -43,6 +43,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/overlong": ("mean penalty for length, part of the trained rewards", "reward"),
     # Responses of the rollout, and where their tokens come from
     "rollout/response_len_mean": ("response length, end of sequence included", "tokens"),
+    "rollout/response_len_min": ("shortest response of the step", "tokens"),
+    "rollout/response_len_max": ("longest response of the step", "tokens"),
     "rollout/truncated_fraction": ("share of responses without end of sequence", "1"),
     "rollout/tokens_generated": ("response tokens not reused, forced or copied", "tokens"),
     "rollout/tokens_reused": ("response tokens accepted from earlier responses", "tokens"),
@@ -94,6 +96,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/kl": ("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": ("entropy per token of the untruncated policy", "nats"),
     "policy/clip_fraction": ("share of tokens whose ratio is clipped", "1"),
+    "policy/clip_fraction_low": ("of these, tokens whose ratio is below 1", "1"),
+    "policy/clip_fraction_high": ("of these, tokens whose ratio is 1 or more", "1"),
+    "policy/approx_kl": ("KL of the rollout's policy to the trained one, k3 estimate", "nats"),
     "policy/ratio_mean": ("π / π_old, mean over tokens", "1"),
     "policy/importance_mean": ("importance weight after its cap, mean over tokens", "1"),
     "policy/importance_capped": ("share of tokens whose importance weight is capped", "1"),
@@ -121,6 +126,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "update/selected_fraction": ("share of the step's rows that its updates take", "1"),
     "update/budget_filled": ("tokens that the updates take / updates.token_budget", "1"),
     "update/computed_fraction": ("slots computed / slots of padded rows", "1"),
+    "update/tokens": ("tokens computed, shared prefixes once, without padding", "tokens"),
     "update/solutions": ("share of groups whose solution is learned", "1"),
     "update/grad_norm": ("global gradient norm before clipping, mean over updates", "1"),
     "update/skipped": ("updates skipped, their loss or gradients were not finite", "count"),
@@ -128,8 +134,10 @@ METRICS: dict[str, tuple[str, str]] = {
     # Progress
     "data/prompts_seen": ("prompts rolled out since the run began, with repeats", "count"),
     "data/passes": ("passes over the training prompts, fractional", "epochs"),
+    "data/tokens_generated": ("rollout/tokens_generated of all steps so far", "tokens"),
     # Time
     "time/step": ("the step without evaluation and checkpoint", "seconds"),
+    "time/total": ("the same of all steps so far", "seconds"),
     "time/rollout": ("rollout, verification included", "seconds"),
     "time/extend": ("of the rollout: prompts and drafts, as rows begin", "seconds"),
     "time/decode": ("of the rollout: decoding after the prefixes", "seconds"),
@@ -138,6 +146,14 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/update": ("the step's optimizer updates", "seconds"),
     "time/eval": ("rollout and scoring of held-out prompts", "seconds"),
     "time/compile": ("compiling programs or reading them, since the last record", "seconds"),
+    # Speed and memory. The FLOPs of a step are 2·N for each token that the rollout generated or
+    # verified, and 6·N (with adapters 4·N) for each of `update/tokens`. N: parameters, without
+    # embeddings that are no head. Not counted: attention, prompts in the rollout, and passes of a
+    # reference, a critic or a draft head. Absent on chips without a figure in `compile.chips`.
+    "speed/tokens": ("generated and reused tokens over time/step", "tokens/second"),
+    "speed/tokens_generated": ("generated tokens over time/rollout", "tokens/second"),
+    "speed/mfu": ("model FLOPs a second over the peak of all devices, in bfloat16", "1"),
+    "memory/peak": ("most memory of a device in use since the process began", "GiB"),
     "compile/built": ("programs compiled since the last record", "count"),
     "compile/read": ("programs read from the compilation cache since then", "count"),
 }
@@ -233,7 +249,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         self.restore(math.inf)
         by_function = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
         self._names = [*METRICS, *by_function]  # in the order of a record
-        self._console = Console(total_steps)
+        environment = config.get("environment", {}).get("name", "")
+        self._console = Console(total_steps, environment=bool(environment))
         self._tracker = SafeTracker(tracker, workdir, config)
 
     def restore(self, step: float) -> None:
@@ -286,6 +303,10 @@ class MetricsLog(contextlib.AbstractContextManager):
     def show(self, line: str) -> None:
         self._console.write_line(line)
 
+    def send_rollouts(self, step: int) -> None:
+        """Send some of the step's recorded responses to the tracker."""
+        self._tracker.log_rollouts(step)
+
     def __exit__(self, *_: object) -> None:
         self._console.close()
         if line := self._tracker.close():
@@ -301,6 +322,9 @@ class NoLog(contextlib.AbstractContextManager):
         pass
 
     def show(self, line: str) -> None:
+        pass
+
+    def send_rollouts(self, step: int) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
@@ -322,6 +346,10 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def so_far(self) -> dict[str, float]:
+        """Return the seconds by name."""
+        return dict(self._seconds)
 
     def take(self) -> dict[str, float]:
         """Return the seconds by name, and begin again from nothing."""

@@ -7,7 +7,8 @@ prompts, by the policy after step N; step_N those of a training step, by the pol
 
 A prompt is recorded where its prompt_id, a hash read as a number in [0, 1), is below the share.
 So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
-larger share adds prompts. A batch without such a prompt records the one with the smallest id.
+larger share adds prompts. A batch with fewer than eight such prompts records the eight with the
+smallest ids, or all that it has.
 """
 
 import contextlib
@@ -92,6 +93,7 @@ _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LINE_START = re.compile(rb'{"step":\d+,"epoch":\d+,"prompt_id":"([^"\\]*)"')
+_FEWEST = 8  # prompts that are recorded of a batch
 _LOGPROB_DECIMALS = 4
 _REWARD_DECIMALS = 6
 # A character of so many tokens at most is waited for; a longer one is no valid text.
@@ -104,11 +106,16 @@ _MAX_CHARACTER_TOKENS = 8
 def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
     """Indices of the prompts of a batch to record, smallest prompt_id first; see the module.
 
-    At least one where the share, in [0, 1], is above 0. The order of the batch does not matter.
+    At least `_FEWEST` prompts, or all, where the share, in [0, 1], is above 0. The order of the
+    batch does not matter. Parts of one prompt have the same id and are recorded together.
     """
+    fewest = sorted(set(prompt_ids))[:_FEWEST] if share > 0 else []
     ranked = sorted((prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
-    below = [q for prompt_id, q in ranked if int(prompt_id, 16) < share * 16 ** len(prompt_id)]
-    return below or ([ranked[0][1]] if share > 0 and ranked else [])
+    return [
+        q
+        for prompt_id, q in ranked
+        if prompt_id in fewest or int(prompt_id, 16) < share * 16 ** len(prompt_id)
+    ]
 
 
 # Reading ------------------------------------------------------------------------------------
@@ -192,6 +199,7 @@ class Recorded(NamedTuple):
     rewards: np.ndarray  # float32 [B]
     failed: np.ndarray  # bool [B]
     by_function: Mapping[str, np.ndarray]  # float32 [B] of each function of a sum
+    ended: np.ndarray  # bool [B], those that came to an end
     # Rewards, ends and roles [B, K] of episodes, as `training.episodes.Turns` has them.
     turns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
@@ -201,7 +209,6 @@ class RolloutRecords:
 
     share: of the prompts, in [0, 1]. One process of a run writes.
     decode: token ids → text, without special tokens.
-    ended: tokens int32 [B, R] and lens int32 [B] → bool [B], those that came to an end.
     """
 
     def __init__(
@@ -210,13 +217,11 @@ class RolloutRecords:
         share: float,
         *,
         decode: Callable[[list[int]], str],
-        ended: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
         self.active = share > 0  # False: there is nothing to write
         self._workdir = Path(workdir)
         self._share = share
         self._decode = decode
-        self._ended = ended
         self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
@@ -275,7 +280,6 @@ class RolloutRecords:
             "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
             "origin_steps": rollout.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
-            "ended": bool(self._ended(rollout.tokens[[row]], rollout.lens[[row]])[0]),
         }
 
     def token_ends(self, token_ids: list[int], text: str) -> list[int]:
@@ -314,6 +318,7 @@ def _scores(responses: Recorded, row: int) -> dict[str, Any]:
         "reward": _rounded(responses.rewards[row]),
         "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
         "failed": bool(responses.failed[row]),
+        "ended": bool(responses.ended[row]),
         "turns": [],
     }
     if responses.turns is not None:

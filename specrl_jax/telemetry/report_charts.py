@@ -2,8 +2,9 @@
 
 Takes `Series` of runs, one colour each; up to four have the standard deviation over their seeds as
 a band. The page says whose colour is which. One series has a colour for each metric. A chart
-without data, or of zeros alone, is left out. Times are without steps that compiled. Colours are
-Okabe and Ito's, then Tol's.
+without data, or of zeros alone, is left out. Times are without steps that compiled. Each trace has
+the name of its series as "meta", and the steps of its points as "customdata" where these are not x.
+Colours are Okabe and Ito's, then Tol's.
 """
 
 import itertools
@@ -39,6 +40,14 @@ _OVERVIEW = {
     "Seconds of a step": ("time/step", "time/rollout", "time/update"),
     "Tokens of the responses": ("rollout/tokens_reused", "rollout/tokens_generated"),
 }
+# What the reward is drawn against besides steps: what it is, its total, a step's part of it.
+_AGAINST = {
+    "seconds": ("seconds of all steps so far", "time/total", "time/step"),
+    "generated tokens": (
+        "tokens generated so far", "data/tokens_generated", "rollout/tokens_generated"
+    ),
+}  # fmt: skip
+_TOTALS = ("time/compile", "time/total")  # of what begins with "time/", not seconds of a step
 
 
 def color(number: int) -> str:
@@ -54,8 +63,9 @@ def reward_limits(values: Iterable[float]) -> tuple[float, float]:
 
 
 def overview_charts(series: Sequence[Series]) -> list[Chart]:
-    """Return reward, seconds and reuse, the curves to look at first."""
+    """Return reward, seconds and reuse, the curves to look at first; then what a reward cost."""
     charts = [_chart(title, "", metrics, series) for title, metrics in _OVERVIEW.items()]
+    charts += [_reward_against(what, series) for what in _AGAINST]
     return [chart for chart in charts if _is_drawn(chart)]
 
 
@@ -85,26 +95,76 @@ def _chart(title: str, note: str, metrics: Sequence[str], series: Sequence[Serie
     traces: list[dict] = []
     for i, case in enumerate(series):
         for j, metric in enumerate(metrics):
-            steady = metric.startswith("time/") and metric != "time/compile"
+            steady = metric.startswith("time/") and metric not in _TOTALS
             points = case.values(metric, steady) or case.values(metric)
             if not points:
                 continue
-            if len(series) == 1:
-                traces += _lines(points, metric, color(j), "solid")
-                continue
-            label = f"{case.name}, {metric}" if len(metrics) > 1 else case.name
-            lines = _lines(points, label, color(i), _DASHES[j])
-            lines = lines if len(series) <= _MAX_BANDS else lines[-1:]
-            traces += [line | {"showlegend": False} for line in lines]
+            traces += _traces(points, metric, metrics, series, (i, j))
     if len(series) > 1 and len(metrics) > 1:
         traces += _key(metrics)
     layout = _layout(series[0].runs[0])
-    drawn = [y for trace in traces for y in trace["y"] if y is not None]
-    if drawn and all(metric.startswith("reward/") for metric in metrics):
-        layout["yaxis"] = {"range": list(reward_limits(drawn))}
-    else:
-        layout["yaxis"] = {"rangemode": "tozero"}
+    layout["yaxis"] = {"rangemode": "tozero"}
+    if all(metric.startswith("reward/") for metric in metrics):
+        layout["yaxis"] = _reward_axis(traces) or layout["yaxis"]
     return {"title": title, "note": note, "data": traces, "layout": layout}
+
+
+def _traces(
+    points: dict[int, list[float]],
+    metric: str,
+    metrics: Sequence[str],
+    series: Sequence[Series],
+    place: tuple[int, int],
+) -> list[dict]:
+    """Return the traces of a metric of a series; place: the numbers of the series and the metric.
+
+    metrics: of the chart.
+    """
+    i, j = place
+    name = series[i].name
+    if len(series) == 1:
+        return [line | {"meta": name} for line in _lines(points, metric, color(j), "solid")]
+    label = f"{name}, {metric}" if len(metrics) > 1 else name
+    lines = _lines(points, label, color(i), _DASHES[j])
+    lines = lines if len(series) <= _MAX_BANDS else lines[-1:]
+    return [line | {"showlegend": False, "meta": name} for line in lines]
+
+
+def _reward_axis(traces: Sequence[dict]) -> dict[str, Any]:
+    drawn = [y for trace in traces for y in trace["y"] if y is not None]
+    return {"range": list(reward_limits(drawn))} if drawn else {}
+
+
+def _reward_against(what: str, series: Sequence[Series]) -> Chart:
+    """Return the chart of the rewards over a key of `_AGAINST`, its mean over the seeds."""
+    note, total, part = _AGAINST[what]
+    metrics = _OVERVIEW["Reward"]
+    traces: list[dict] = []
+    for i, case in enumerate(series):
+        totals = [_so_far(run, total, part) for run in case.runs]
+        for j, metric in enumerate(metrics):
+            points = case.values(metric)
+            if not points:
+                continue
+            for line in _traces(points, metric, metrics, series, (i, j)):
+                steps = line["x"]
+                at = [statistics.fmean([x[s] for x in totals if s in x] or [0]) for s in steps]
+                if any(at):
+                    traces.append(line | {"x": _rounded(at), "customdata": steps})
+    if len(series) > 1 and traces:
+        traces += _key(metrics)
+    layout = {"xaxis": {"rangemode": "tozero"}, "yaxis": _reward_axis(traces)}
+    return {"title": f"Reward against {what}", "note": note, "data": traces, "layout": layout}
+
+
+def _so_far(run: RecordedRun, total: str, part: str) -> dict[int, float]:
+    """Return a total by step; of a run that has not recorded it the sum of its parts."""
+    totals = {}
+    sum_so_far = 0.0
+    for record in run.records:
+        sum_so_far = record.get(total, sum_so_far + record.get(part, 0.0))
+        totals[record["step"]] = sum_so_far
+    return totals
 
 
 def _key(metrics: Sequence[str]) -> Iterator[dict]:

@@ -61,10 +61,7 @@ def page(data: dict[str, Any]) -> str:
 def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, Any]:
     series = sorted(reports.series(runs), key=lambda case: case.name != baseline)
     colors = {case.name: color(i) for i, case in enumerate(series)} if len(series) > 1 else {}
-    figures = reports.ALONE
-    reckoned = reports.RECKONED
-    if len(series) > 1:
-        figures, reckoned = reports.figures_over(series[0])
+    figures, reckoned = reports.shown_figures(series)
     limit = _VIEWER_BYTES // len(runs)
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
     names = dict.fromkeys(run.workdir.resolve().name for run in runs)
@@ -87,7 +84,9 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
         "reckoned": reckoned,
         "overview": overview_charts(series),
         "metrics": metric_charts(series),
-        "viewer": [viewer(run, limit) for case in series for run in case.runs],
+        "viewer": [
+            viewer(run, limit) | {"case": case.name} for case in series for run in case.runs
+        ],
     }
 
 

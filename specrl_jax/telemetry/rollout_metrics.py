@@ -46,6 +46,8 @@ def rollout_metrics(
             np.mean((prefix_lens > 0) & (prefix_lens == policy_lens))
         ),
         "rollout/response_len_mean": float(lens.mean()),
+        "rollout/response_len_min": int(lens.min()),
+        "rollout/response_len_max": int(lens.max()),
         "rollout/distinct": float(np.mean([len(set(group)) for group in groups])),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }

@@ -29,6 +29,8 @@ _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
+# Seconds: in a shorter step the cost of starting programs hides that of the tokens.
+_SHORT_STEP = 0.1
 _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
 
 
@@ -221,31 +223,63 @@ def reward_moved(run: RecordedRun) -> bool:
     return len({x for _, x in values(run.steps, "reward/mean")}) != 1
 
 
+def has_short_steps(run: RecordedRun) -> bool:
+    """Return whether the seconds of a run's steps say nothing about what a reuse saves."""
+    median = median_seconds("time/step")(run.steps)
+    return median is not None and median < _SHORT_STEP
+
+
+def _compares_with_first_epoch(run: RecordedRun) -> bool:
+    """Return whether later epochs can be compared with the first.
+
+    They cannot where the first epoch is not plain (it reused tokens), no draft was ever used, or
+    the reward never moved: responses that are all wrong are reused whole, and say nothing of a run
+    that learns.
+    """
+    first = run.first_epoch
+    drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
+    return bool(first) and not reused_fraction(first) and drafted and reward_moved(run)
+
+
 def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | None:
     """Return a part's median seconds in the first epoch over those in later ones, or the last.
 
-    Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
-    no draft was ever used, an epoch on either side has no step left, or the reward never moved:
-    responses that are all wrong are reused whole, and say nothing of a run that learns.
+    Steps that compiled are left out. None where the epochs cannot be compared, an epoch on either
+    side has no step left, or steps are so short that their seconds say nothing.
     """
-    first = run.first_epoch
-    later = run.later_epochs
-    drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
-    if not first or reused_fraction(first) or not drafted or not reward_moved(run):
+    if not _compares_with_first_epoch(run) or has_short_steps(run):
         return None
-    if last_epoch and later:
-        later = run.last_epoch
-    seconds_of_step = median_seconds(f"time/{part}")
-    before = seconds_of_step(first)
-    after = seconds_of_step(later)
+    later = run.last_epoch if last_epoch and run.later_epochs else run.later_epochs
+    return _over(median_seconds(f"time/{part}"), run.first_epoch, later)
+
+
+def work_saved(run: RecordedRun, name: str, last_epoch: bool = False) -> float | None:
+    """Return a count's ("row_steps") mean in the first epoch over that in later ones, or the last.
+
+    None where the epochs cannot be compared.
+    """
+    if not _compares_with_first_epoch(run):
+        return None
+    later = run.last_epoch if last_epoch and run.later_epochs else run.later_epochs
+    return _over(metric(f"rollout/{name}", statistics.fmean), run.first_epoch, later)
+
+
+def _over(figure: Figure, first: Sequence[Record], later: Sequence[Record]) -> float | None:
+    before = figure(first)
+    after = figure(later)
     return before / after if before and after else None
 
 
 def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float | None]:
-    """Return a figure: `seconds` of the baseline's run with the same seed over the run's own."""
+    """Return a figure: `seconds` of the baseline's run with the same seed over the run's own.
+
+    None too where the baseline's steps are so short that their seconds say nothing.
+    """
 
     def figure(run: RecordedRun) -> float | None:
         other = same_seed(baseline, run)
+        if other and has_short_steps(other):
+            return None
         ours = seconds(run, part)
         theirs = seconds(other, part) if other else None
         return theirs / ours if ours and theirs else None
@@ -270,10 +304,20 @@ FIGURES: tuple[Headline, ...] = (
     ("seconds of all steps, compilation too",
      lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
 )  # fmt: skip
-ALONE: tuple[Headline, ...] = (  # of a series without others beside it
-    *FIGURES,
+_WORK: tuple[Headline, ...] = (
+    ("row steps, first epoch over later ones", lambda x: work_saved(x, "row_steps"), "{:.2f}×"),
+    ("tokens generated, first epoch over later ones",
+     lambda x: work_saved(x, "tokens_generated"), "{:.2f}×"),
+)  # fmt: skip
+_SECONDS: tuple[Headline, ...] = (
     ("rollout speed-up over its first epoch", lambda x: speed_up(x, "rollout"), "{:.2f}×"),
     ("whole-step speed-up over its first epoch", lambda x: speed_up(x, "step"), "{:.2f}×"),
+)
+ALONE: tuple[Headline, ...] = (*FIGURES, *_WORK, *_SECONDS)  # of a series without others beside it
+SECONDS_SAY_NOTHING = (
+    f"A step takes less than {_SHORT_STEP:g} s, which starting programs takes, not computing "
+    "tokens: its seconds say nothing of what reuse saves, and no speed-up is shown. Row steps and "
+    "tokens do."
 )
 _COMMON = (
     "Verification is part of the rollout. Steps that spent more than 5 % of their time on "
@@ -282,10 +326,28 @@ _COMMON = (
 )
 RECKONED = (
     "Speed-up: the median seconds of a step in the run's own first epoch over the median in all "
-    "later epochs. In the first epoch nothing was drafted from earlier responses, and updates are "
+    "later epochs; of row steps and tokens the mean of a step. In the first epoch nothing was "
+    "drafted from earlier responses, and updates are "
     "packed as later: this is not a comparison with plain GRPO. A dash: no step on one side, no "
     f"drafts, a first epoch that reused tokens, or a reward that never moved. {_COMMON}"
 )
+
+
+def shown_figures(series: Sequence[Series]) -> tuple[tuple[Headline, ...], str]:
+    """Return the headline figures to show, and how they are computed.
+
+    Several series are compared with the first; one with its own first epoch. Where steps are short
+    the figures have no speed-up, and the text begins with the reason.
+    """
+    short = any(has_short_steps(run) for run in series[0].runs)
+    if len(series) > 1:
+        figures, reckoned = figures_over(series[0])
+    else:
+        figures, reckoned = ALONE, RECKONED
+    if not short:
+        return figures, reckoned
+    work = _WORK if len(series) == 1 else ()
+    return (*FIGURES, *work), f"{SECONDS_SAY_NOTHING} {reckoned}"
 
 
 def figures_over(baseline: Series) -> tuple[tuple[Headline, ...], str]:
@@ -385,15 +447,27 @@ def _closing(run: RecordedRun) -> list[str]:
         if min(rewards) < max(rewards):
             still = "The responses to a prompt never had different rewards"
         return [f"\n{still}: nothing was learned, and no speed-up is claimed.\n{_LOOK_AT}"]
-    rollout = speed_up(run, "rollout")
-    step = speed_up(run, "step")
-    if rollout is None or step is None:
-        return []
+    later = len(run.epochs) > 2
+    work = [work_saved(run, name) for name in ("row_steps", "tokens_generated")]
+    seconds_saved = [speed_up(run, part) for part in ("rollout", "step")]
     lines = [
-        "\nAgainst this run's own first epoch (nothing to draft from, updates packed as later):",
-        f"rollouts {rollout:.1f}× as fast, verification included; whole steps {step:.1f}×",
+        "\nAgainst this run's own first epoch (nothing to draft from, updates packed as later):"
     ]
-    last = [speed_up(run, part, last_epoch=True) for part in ("rollout", "step")]
-    if len(run.epochs) > 2 and None not in last:
-        lines[-1] += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
-    return lines
+    if None not in work:
+        lines.append("row steps {:.1f}× fewer, generated tokens {:.1f}× fewer".format(*work))
+        last = [
+            work_saved(run, name, last_epoch=True) for name in ("row_steps", "tokens_generated")
+        ]
+        if later and None not in last:
+            lines[-1] += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
+    if None not in seconds_saved:
+        rollout, step = seconds_saved
+        lines.append(
+            f"rollouts {rollout:.1f}× as fast, verification included; whole steps {step:.1f}×"
+        )
+        last = [speed_up(run, part, last_epoch=True) for part in ("rollout", "step")]
+        if later and None not in last:
+            lines[-1] += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
+    if lines[1:] and has_short_steps(run):
+        lines.append(SECONDS_SAY_NOTHING)
+    return lines if lines[1:] else []

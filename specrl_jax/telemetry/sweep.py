@@ -94,7 +94,8 @@ def parse_sweep(text: str) -> hyper.Sweep:
 def config_sweep(config: str) -> hyper.Sweep:
     """Call `get_hyper` of a configuration file, with or without the argument `hyper`."""
     cli.read_config([f"--config={config}"])  # a mistake in the file is one line
-    get_hyper = runpy.run_path(config.partition(":")[0]).get("get_hyper")
+    file = config.partition(":")[0]
+    get_hyper = None if file.endswith(".json") else runpy.run_path(file).get("get_hyper")
     if get_hyper is None:
         raise ValueError(f"give --sweep or --case, or define get_hyper(hyper) in {config}")
     overrides = get_hyper(hyper) if inspect.signature(get_hyper).parameters else get_hyper()

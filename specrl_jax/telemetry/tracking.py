@@ -1,7 +1,8 @@
 """A run's metrics on wandb or TensorBoard, with its configuration, sample rollouts and report.
 
-A failure of either library is one warning; training goes on. Both work without a network: `close`
-says how to send or see what was written.
+Responses of a step are sent during the run, where the console shows some, and a selection over all
+steps at its end. A failure of either library is one warning; training goes on. Both work without a
+network: `close` says how to send or see what was written.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import Any, ClassVar
 
 from specrl_jax import __version__
 from specrl_jax.telemetry.code_state import git_state
-from specrl_jax.telemetry.records import read_some_rollouts
+from specrl_jax.telemetry.records import read_rollouts, read_some_rollouts
 
 _SAMPLES_BYTES = 1 << 18  # of the recorded responses that are sent
+_STEP_SAMPLES = 64  # responses of a step that are sent during the run
 _COLUMNS = ("step", "epoch", "prompt", "answer", "sample", "text", "reward", "reused")
 _MAX_NAME = 64  # characters of a wandb name or tag
 
@@ -39,6 +42,9 @@ class Tracker:
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Take a step's metrics; steps grow, but begin again further back after a resume."""
+
+    def log_rollouts(self, step: int) -> None:
+        """Send some of the step's recorded responses."""
 
     def close(self) -> str:
         """Send sample rollouts and the report; return what to tell the user, or ""."""
@@ -69,21 +75,39 @@ class Wandb(Tracker):
         # Not as wandb's own step, which may not go back after a resume.
         self._run.log({"step": step, "epoch": epoch, **values})
 
+    def log_rollouts(self, step: int) -> None:
+        if samples := step_rollouts(self._workdir, step):
+            self._run.log({"step": step, "rollouts": self._table(samples)})
+
     def close(self) -> str:
         try:
             self._send_files()
         finally:
             self._run.finish()
         if self._run.settings.mode == "offline":
-            return f"wandb: to send this run: wandb sync {Path(self._run.dir).parent}"
+            folders = shlex.join(map(str, self._unsent()))
+            return f"wandb: to send this run: wandb sync {folders}"
         return f"wandb: {self._run.url}" if self._run.url else ""
+
+    def _unsent(self) -> list[Path]:
+        """Return this run's folders, oldest first; each start of an offline run has made one."""
+        newest = Path(self._run.dir).parent
+        folders = sorted(newest.parent.glob(f"offline-run-*-{self._run.id}"))
+        # `wandb sync` leaves a file of this name in a folder that it has sent.
+        unsent = [folder for folder in folders if not any(folder.glob("*.synced"))]
+        return [*(folder for folder in unsent if folder != newest), newest]
+
+    def _table(self, samples: list[dict[str, Any]]) -> Any:
+        import wandb
+
+        rows = [[sample[name] for name in _COLUMNS] for sample in samples]
+        return wandb.Table(columns=list(_COLUMNS), data=rows)
 
     def _send_files(self) -> None:
         import wandb
 
         if samples := sample_rollouts(self._workdir):
-            rows = [[sample[name] for name in _COLUMNS] for sample in samples]
-            self._run.log({"rollouts": wandb.Table(columns=list(_COLUMNS), data=rows)})
+            self._run.log({"rollouts": self._table(samples)})
         report = self._workdir / "report.html"
         if report.exists():
             artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
@@ -103,6 +127,7 @@ class TensorBoard(Tracker):
         self._folder = workdir / "tensorboard"
         self._writer = None
         self._last_step = 0
+        self._sent: set[int] = set()  # steps whose responses were sent during the run
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
@@ -118,14 +143,23 @@ class TensorBoard(Tracker):
         self._writer.flush()
         self._last_step = step
 
-    def close(self) -> str:
-        if self._writer is None:
-            return ""
-        for sample in sample_rollouts(self._workdir):
+    def log_rollouts(self, step: int) -> None:
+        if self._writer is not None:
+            self._add_texts(step_rollouts(self._workdir, step))
+            self._sent.add(step)
+
+    def _add_texts(self, samples: list[dict[str, Any]]) -> None:
+        for sample in samples:
             title = f"rollouts/{sample['prompt'][:40]} #{sample['sample']}"
             facts = f"reward {sample['reward']}, {sample['reused']:.0%} of the tokens reused"
             text = _as_code(f"{sample['prompt']}\n{sample['text']}")
             self._writer.add_text(title, f"{facts}\n\n{text}", sample["step"])
+
+    def close(self) -> str:
+        if self._writer is None:
+            return ""
+        samples = sample_rollouts(self._workdir)
+        self._add_texts([sample for sample in samples if sample["step"] not in self._sent])
         self._writer.close()
         return f"tensorboard: to see this run: tensorboard --logdir={self._folder}"
 
@@ -155,6 +189,11 @@ class SafeTracker:
         if self._tracker is not None:
             with self._failure_is_a_warning("logging"):
                 self._tracker.log(step, epoch, values)
+
+    def log_rollouts(self, step: int) -> None:
+        if self._tracker is not None:
+            with self._failure_is_a_warning("logging responses"):
+                self._tracker.log_rollouts(step)
 
     def close(self) -> str:
         tracker = self._tracker
@@ -186,12 +225,17 @@ def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
 
     reused: the share of the response's tokens.
     """
-    lines = read_some_rollouts(workdir, _SAMPLES_BYTES)[0]["step"]
-    return [
-        {name: line[name] for name in _COLUMNS if name != "reused"}
-        | {"reused": line["prefix_len"] / max(len(line["token_ids"]), 1)}
-        for line in lines
-    ]
+    return list(map(_sample, read_some_rollouts(workdir, _SAMPLES_BYTES)[0]["step"]))
+
+
+def step_rollouts(workdir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the first recorded responses of a training step, as `sample_rollouts` does."""
+    return list(map(_sample, read_rollouts(workdir, step)[:_STEP_SAMPLES]))
+
+
+def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {name: line[name] for name in _COLUMNS if name != "reused"}
+    return columns | {"reused": line["prefix_len"] / max(len(line["token_ids"]), 1)}
 
 
 def _as_code(text: str) -> str:

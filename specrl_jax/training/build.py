@@ -70,8 +70,8 @@ def build(config) -> tuple[Run, Params]:
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
     schedule = policy_schedule(config, total_steps)
-    stop = make_stop_strings(config, tokenizer)
-    spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id, stop)
+    eos_ids = tuple(tokenizer.eos_ids)
+    spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
     run = Run(
         config=config,
         dataset=dataset,
@@ -101,6 +101,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
     """Make the responder that `config` describes; its pool must be closed."""
     settings = config.reward
     environment = config.environment
+    stop = make_stop_strings(config, tokenizer)
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
     if reads_answer_part(settings.name, settings.extract) and not environment.name:
         _check_tags(settings, tags, tokenizer)
@@ -109,12 +110,13 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         "memory_mib": settings.memory_mib,
         "workers": settings.workers,
         "threshold": settings.threshold,
+        "readable": settings.readable,
     }
     if environment.name:
         source = config.tokenizer.source or config.model.source
         if changed := changed_turns(tokenizer, source):
             print(f"environment: {changed}", flush=True)
-        pool = EnvironmentPool(environment.name, **limits)
+        pool = EnvironmentPool(environment.name, on_timeout=environment.on_timeout, **limits)
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
@@ -123,7 +125,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         tokenizer,
         settings.keep_special_tokens,
         tags,
-        stop=tuple(config.rollout.stop.split()),
+        stop=stop,
         keep_stop=settings.keep_stop,
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,

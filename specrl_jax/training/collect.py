@@ -336,7 +336,7 @@ def make_train_batch(
         tokens,
         lens,
         prefix_lens,
-        run.rollout_spec.ended(tokens, lens),
+        _joined(x.ended for x in rollouts),
         draft_lens=draft_lens,
         previous=(
             _joined(x.previous[0] for x in rollouts),

@@ -146,7 +146,7 @@ class Episodes:
         """Note the reward of a turn; return the tokens to go on with, None after the last."""
         self._note(row, answer.reward, answer.failure)
         is_last = self.turns.counts[row] >= self.responder.max_turns
-        ended = self.spec.ended(tokens[[row]], lens[[row]])[0]
+        ended = self.spec.ended(tokens[[row]], lens[[row]], self.turn_starts[[row]])[0]
         if answer.done or is_last or not ended:
             return None
         has_end = tokens[row, lens[row] - 1] in self.spec.eos_ids

@@ -161,7 +161,7 @@ def _update_by_mini_batches(
         make_update(packed)
     history = drop_skipped_updates(run, state, hosts.fetch(history))
     metrics = _update_metrics(run, history) | metrics
-    metrics |= _packing_metrics(mini_batches, batch)
+    metrics |= _packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
     (_, count), *_ = optax.tree.get_all_with_path(state.policy_state.opt_state, "count")
@@ -336,17 +336,24 @@ def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
 
 
 @jax.jit
-def _count_packed(nodes: Array) -> Array:
-    """Count the rows that have a token."""
-    return jnp.sum(nodes[:, 0] >= 0)
+def _count_packed(packed: PackedRows) -> tuple[Array, Array]:
+    """Count the rows that have a token, and the slots that hold one."""
+    sequences = packed.sequences
+    slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
+    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
+    # token has a token after it.
+    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
+    held = (sequences.ends > slots) & ~alone
+    return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
 
 
-def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    num_rows = hosts.fetch([_count_packed(x.nodes) for x in mini_batches])
+def _packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -> dict[str, float]:
+    num_rows, tokens = zip(*hosts.fetch([_count_packed(x) for x in mini_batches]), strict=True)
     slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
         "update/signal_fraction": sum(num_rows) / len(batch.tokens),
         "update/computed_fraction": slots / batch.tokens.size,
+        "update/tokens": passes * sum(tokens),
     }
 
 

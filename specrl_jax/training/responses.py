@@ -21,7 +21,7 @@ from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
 from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, RolloutSpec, generate
-from specrl_jax.rollout.stop_strings import cut_at_stop
+from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.rollout.turns import EpisodeRollout
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.episodes import Episodes, Turns, problems_of
@@ -39,6 +39,7 @@ class Responses:
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
     rewards: Rewards
+    ended: np.ndarray  # bool [B], rows whose last turn came to its end; others were cut off
     turns: Turns | None = None  # of episodes
     # The rows' last responses before these, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
@@ -93,7 +94,7 @@ class Responder:
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
-    stop: tuple[str, ...] = ()  # texts that end a turn
+    stop: StopStrings | None = None  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
@@ -118,9 +119,11 @@ class Responder:
         if self.max_turns:
             with clock.timed("time/rollout"):
                 rollout = EpisodeRollout(spec, weights, inputs, speculation=speculation)
-            result, rewards, turns = Episodes(self, prompts, rollout, clock).play()
+            episodes = Episodes(self, prompts, rollout, clock)
+            result, rewards, turns = episodes.play()
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-            return Responses(prompts, result, tokens, lens, rewards, turns)
+            ended = spec.ended(tokens, lens, episodes.turn_starts)
+            return Responses(prompts, result, tokens, lens, rewards, ended, turns)
         roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
             result = roll_out(spec, weights, inputs, speculation=speculation)
@@ -131,15 +134,15 @@ class Responder:
             parts = self.answer_parts(prompts, texts)
             problems = problems_of(prompts, range(len(lens)), len(lens))
             rewards = self.score(texts, *problems, parts)
-        return Responses(prompts, result, tokens, lens, rewards)
+        return Responses(prompts, result, tokens, lens, rewards, spec.ended(tokens, lens))
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
         ids = ids.tolist()
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
-        text = self.tokenizer.decode(ids, self.keep_special_tokens)
-        return cut_at_stop(text, self.stop, self.keep_stop)
+        decode = functools.partial(self.tokenizer.decode, keep_special=self.keep_special_tokens)
+        return self.stop.cut(ids, decode, self.keep_stop) if self.stop else decode(ids)
 
     def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
         """Return the answer part of each response, texts [B], to Q prompts; None without one."""

@@ -19,12 +19,14 @@ from specrl_jax.telemetry.records import Recorded, RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
 from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
+from specrl_jax.types import Source
 
 # Fields of a rollout that no record holds.
 _NOT_RECORDED = (
     "sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs",
 )  # fmt: skip
 _MAX_SHOWN = 240  # characters of a text on the console
+_MAX_TURNS = 12  # turns and answers of an episode on the console
 
 
 class RunLog(contextlib.AbstractContextManager):
@@ -61,9 +63,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._print_every = settings.print_every
         self._decode = run.responder.tokenizer.decode
         share = settings.rollouts if workdir is not None else 0.0
-        self._records = RolloutRecords(
-            folder, share, decode=self._decode, ended=run.rollout_spec.ended
-        )
+        self._records = RolloutRecords(folder, share, decode=self._decode)
 
     def restore(self, step: int, waiting: int = 0) -> None:
         """Remove records after `step`; at step 0 all, as step 0 is written again.
@@ -83,6 +83,11 @@ class RunLog(contextlib.AbstractContextManager):
         """Add scalars by name to the step's record."""
         self._values |= values
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return all that was added and timed since the last record."""
+        return self._values | self.clock.so_far()
+
     def write(self) -> dict[str, Any]:
         """Write and return all that was added, timed and compiled since the last record.
 
@@ -99,7 +104,10 @@ class RunLog(contextlib.AbstractContextManager):
         Raises ValueError as `FailureLog.record` does, in every process.
         """
         self.record_responses(rollouts)
-        self._show(rollouts[0])
+        every = self._print_every
+        if every and (self._step % every == 0 or self._step == 1):
+            self._show(rollouts[0])
+            self._metrics.send_rollouts(self._step)
         reasons = [reason for x in rollouts for reason in x.rewards.reasons]
         tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
         tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
@@ -114,7 +122,7 @@ class RunLog(contextlib.AbstractContextManager):
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
             rewards = x.rewards
             on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
-            recorded = Recorded(*on_host, x.turns)
+            recorded = Recorded(*on_host, x.ended, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))
@@ -122,27 +130,55 @@ class RunLog(contextlib.AbstractContextManager):
             self._records.write(self._step, self._epoch, prompts, joined, kind=kind)
 
     def _show(self, responses: Responses) -> None:
-        """Show the best and the worst response of a group, every `log.print_every` steps.
-
-        The group is the one whose rewards differ most.
-        """
-        if not self._print_every or (self._step % self._print_every and self._step > 1):
-            return
+        """Show the best and the worst response of the group whose rewards differ most."""
         prompts = responses.prompts
         group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
         self._metrics.show(f"step {self._step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
+        sources = hosts.fetch(responses.rollout.sources) if responses.turns else None
         for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
             row = group * responses.group_size + sample
             parts = [f"{name} {x[row]:.3g}" for name, x in responses.rewards.by_function.items()]
             reward = f"{rewards[sample]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
-            text = self._text(responses.tokens[row, : responses.lens[row]])
-            self._metrics.show(f"  reward {reward}: {_shown(text)}")
+            if responses.turns is None:
+                text = self._text(responses.tokens[row, : responses.lens[row]])
+                self._metrics.show(f"  reward {reward}: {_shown(text)}")
+                continue
+            turns = int(responses.turns.counts[row])
+            self._metrics.show(f"  reward {reward}, {turns} turn{'s' * (turns != 1)}:")
+            for role, text in _without_middle(self._parts(responses, sources[row], row)):
+                self._metrics.show(f"    {role}: {_shown(text)}")
+
+    def _parts(self, responses: Responses, sources: np.ndarray, row: int) -> list[tuple[str, str]]:
+        """Return (role, text) of all that is said in an episode, in order.
+
+        sources: int8 [R], of the row's tokens.
+        """
+        turns = responses.turns
+        tokens = responses.tokens[row, : responses.lens[row]]
+        own = np.flatnonzero(sources[: len(tokens)] != Source.FORCED)
+        parts = []
+        start = 0
+        for end, role in zip(turns.ends[row, : turns.counts[row]], turns.roles[row]):
+            parts.append(("assistant", self._text(tokens[start:end])))
+            # The policy's next token comes after the environment's.
+            start = int(next(iter(own[own >= end]), len(tokens)))
+            if role:
+                parts.append((str(role), self._decode(tokens[end:start].tolist())))
+        return parts
 
     def __exit__(self, *_: object) -> None:
         with self._metrics:  # closed also where the page cannot be written
             self.page.close()
+
+
+def _without_middle(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return what a long episode begins and ends with."""
+    half = _MAX_TURNS // 2
+    if len(parts) <= _MAX_TURNS:
+        return parts
+    return [*parts[:half], ("[...]", f"{len(parts) - 2 * half} more"), *parts[-half:]]
 
 
 def _shown(text: str) -> str:

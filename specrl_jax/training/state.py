@@ -229,6 +229,8 @@ class RunState:
     origin: RunOrigin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
+    tokens_generated: int = 0  # of all finished steps
+    seconds: float = 0.0  # of all finished steps, without evaluations and checkpoints
     reference: Reference | None = None  # with a KL penalty, and with adapters
 
     @property
@@ -262,6 +264,7 @@ class RunState:
     def host(self) -> dict[str, Any]:
         """Return the host's part of a checkpoint, JSON-able."""
         own = {"step": self.step, "skipped_in_row": self.skipped_in_row, "machine": machine()}
+        own |= {"tokens_generated": self.tokens_generated, "seconds": self.seconds}
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -269,6 +272,8 @@ class RunState:
         self.step = host["step"]
         self.policy_state = arrays["train"]
         self.skipped_in_row = host["skipped_in_row"]
+        self.tokens_generated = host.get("tokens_generated", 0)
+        self.seconds = host.get("seconds", 0.0)
         for name, part in self.parts.items():
             if name in host:
                 owner = self if name in vars(self) else self.rollout

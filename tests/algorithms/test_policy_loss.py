@@ -138,10 +138,33 @@ def test_metrics_by_hand():
     metrics = policy_metrics(sums)
     assert sums["tokens"] == 5
     assert metrics["policy/clip_fraction"] == pytest.approx(1 / 5)
+    assert metrics["policy/clip_fraction_high"] == metrics["policy/clip_fraction"]
+    assert metrics["policy/clip_fraction_low"] == 0
     assert metrics["policy/ratio_mean"] == pytest.approx(5 / 5)
+    # Σ r − 1 − log r over 1.5, 0.5 and three times 1, whose log-probs were all 0.
+    assert metrics["policy/approx_kl"] == pytest.approx(-math.log(1.5 * 0.5) / 5)
     assert metrics["policy/entropy"] == pytest.approx(3.0)
     assert metrics["policy/kl"] == pytest.approx(0.5 + math.log(2) - 1)
     assert sums["logprob_gap"] == pytest.approx(math.log(1.5) + math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "high"),
+    [
+        ({}, 1, 1),  # 0.5 of a worse response, 1.5 of a better one
+        ({"dual_clip": 3.0}, 1, 2),  # and 9 of a worse one
+        ({"objective": "cispo"}, 2, 3),  # whatever the advantage
+        ({"objective": "dpo"}, 0, 0),
+    ],
+)
+def test_clips_are_told_apart_by_their_side(changes, low, high):
+    ratio = np.array([[1.5, 0.5, 1.5], [0.5, 1.0, 9.0]], np.float32)
+    advantages = np.array([[1, 1, -1], [-1, -1, -1]], np.float32)
+    batch = as_batch(np.ones((2, 3), bool), advantages=advantages)
+    config = dataclasses.replace(PLAIN, clip_low=0.2, clip_high=0.2, **changes)
+    _, sums = policy_loss(np.log(ratio), np.zeros_like(ratio), batch, config)
+    assert (sums["clip_fraction_low"], sums["clip_fraction_high"]) == (low, high)
+    assert sums["clip_fraction"] == low + high
 
 
 def test_without_a_reference_there_is_no_kl():

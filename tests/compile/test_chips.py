@@ -46,6 +46,18 @@ def test_chips_that_people_own():
         assert chips.parse(f"{name}:1") == (name, (1,))
 
 
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    [
+        ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121), ("TPU v5 lite", 197), ("TPU v5p", 459), ("TPU v6 lite", 918),
+        ("cpu", 0), ("NVIDIA L40S", 0), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0), ("", 0),
+    ],
+)  # fmt: skip
+def test_peak_flops_by_the_name_of_a_device(kind, teraflops):
+    assert chips.peak_flops(kind) == teraflops * 1e12
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:", "v5e:0x4", "v9:1", "h100:2x4", "v5e:1x1x1x1"])
 def test_a_wrong_topology_is_one_line(name):
     with pytest.raises(ValueError, match=r"^--topology .*, got '.*'$"):

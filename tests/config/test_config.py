@@ -14,6 +14,19 @@ from specrl_jax.rollout import acceptance
 # rule → values that break it
 BROKEN = {
     "text": [None, 3, ["a"]],
+    r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]': [
+        " ",
+        "\n",
+        "a\nb",
+        r"\n",
+        r"a \n\n",
+        '["a',
+        "['a']",
+        '["a", 1]',
+        '["a", ""]',
+        '["\\ud83d"]',
+        "a\udcff",
+    ],
     "True or False": [None, 1, "no"],
     "a number": [None, "1", math.nan, True],
     "an integer": [None, "1", 2.5, True],

@@ -6,6 +6,7 @@ import pytest
 from small_runs import line_of
 from test_prompts import ROWS, config, write_jsonl
 
+from specrl_jax.data import readers
 from specrl_jax.data.prompts import load_examples, make_example
 from specrl_jax.data.readers import read_any
 from specrl_jax.inputs import read_json
@@ -143,3 +144,20 @@ def test_an_evaluation_file_is_of_any_format(tmp_path):
     assert rows == [(f"{path}:1", ROWS[0]), (f"{path}:3", ROWS[1])]  # with empty lines between
     with pytest.raises(ValueError, match=r"^data\.eval_path must be an existing .* got '/none'$"):
         read_any("/none", "", "data.eval_path")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("a.json", b'[{"question": 1}]', "got an array; jq -c"),
+        ("a.jsonl", b'\xef\xbb\xbf \r\n[\r\n{"question": 1}]', "got an array; jq -c"),
+        ("a.csv", b"question,answer\n1,2\n", "got CSV; pandas.read_csv"),
+        ("a.tsv", b"question\tanswer\n", "got TSV; pandas.read_csv"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", "got a gzip file; gunzip"),
+        ("a.parquet", b"PAR1", "got Parquet; set data.source=parquet"),
+    ],
+)
+def test_a_file_of_another_kind_says_how_to_make_jsonl_of_it(tmp_path, name, content, rule):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"must be JSONL, an object on each line, {rule}"):
+        readers._read_jsonl([tmp_path / name])

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from small_models import MODEL
 from small_runs import ROOT, files, launch, line_of, play, records, saved, small_config
 
 from specrl_jax import train
@@ -136,6 +138,22 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     assert not (exported.parent / "out.partial").exists()
 
 
+def test_stop_strings_go_with_the_policy(main, run, tmp_path):
+    """As a list, into generation_config.json and back."""
+    said = {x: main("generate", f"--run={run}", x, "--temperature=0")[:-1] for x in PROMPTS}
+    prompt = max(said, key=lambda x: len(said[x]))
+    whole = said[prompt]
+    assert len(whole) > 1
+    policy = _open(run)
+    strings = [whole[:1], "9 9"]
+    policy.config.rollout.stop = json.dumps(strings)
+    export.export(policy, run, tmp_path / "out", cli.presets())
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["stop_strings"] == strings
+    stopped = main("generate", f"--model={tmp_path / 'out'}", prompt, "--temperature=0")
+    assert stopped == whole[:1] + "\n"
+
+
 def test_a_model_of_the_hub(exported, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(exported))
     defaults = cli.presets()["configs/grpo.py:tiny"]
@@ -146,13 +164,36 @@ def test_a_model_of_the_hub(exported, monkeypatch):
 
 def test_the_card_says_reward_by_step_and_a_command_that_gives_the_config(main, run, exported):
     card = (exported / "README.md").read_text()
-    for record in records(run):
-        assert f"| {record['step']} | {record['reward/eval']:.3f} |" in card
+    rewards = {str(r["step"]): f"{r['reward/eval']:.3f}" for r in records(run)}
+    ((step, value),) = re.findall(
+        r"^\| \*\*(\d+), this policy\*\* \| \*\*(\S+)\*\* \|$", card, re.M
+    )
+    assert value == rewards.pop(step)
+    for step, value in rewards.items():
+        assert f"| {step} | {value} |" in card
     command = card.partition("```bash\n")[2].partition("\n```")[0].replace("\\\n", "")
     name, *flags = [word.strip("'") for word in command.split()[2:]]
     preset = cli.presets()[name.removeprefix("--config=")]
     config = cli.override(preset, flags)
     assert dict(flatten(config)) == dict(flatten(saved_policy.run_config(run)))
+
+
+@pytest.mark.parametrize(
+    ("measured", "rows"),
+    [
+        ([0, 4], ["| 0 | 0.500 |", "| **3, this policy** | **not measured** |", "| 4 | 0.500 |"]),
+        ([3], ["| **3, this policy** | **0.500** |"]),
+        ([], []),
+    ],
+)
+def test_the_card_marks_the_exported_step_in_a_cell(measured, rows):
+    """Markdown drops what stands after a row's last cell."""
+    config = cli.presets()["configs/grpo.py:tiny"]
+    policy = saved_policy.SavedPolicy("runs/a", 3, config, MODEL, {}, None)
+    metrics = [{"step": step, "epoch": 1, "reward/eval": 0.5} for step in measured]
+    card = export.model_card(policy, [{"step": 1, "epoch": 1}, *metrics], "train")
+    assert [line for line in card.splitlines() if line.startswith("|")][2:] == rows
+    assert ("Not measured in this run." in card) == (not measured)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -13,7 +13,7 @@ import pytest
 from references.make_references import TINY
 from safetensors.numpy import load_file
 
-from specrl_jax.models import hf
+from specrl_jax.models import gguf, hf
 from specrl_jax.models.config import LinearScaling, RopeScaling
 from specrl_jax.models.gguf import open_gguf
 
@@ -185,3 +185,11 @@ def test_refused_families_and_tensors(tmp_path):
     file = write_gguf("qwen3_tied", tmp_path, tensors=tensors)
     with pytest.raises(ValueError, match=r": unknown tensor blk.0.attn_sinks.weight \(1 in all\)$"):
         hf.load(str(file))
+
+
+def test_a_part_of_a_split_file_says_how_to_join_all(tmp_path):
+    file = tmp_path / "a model-00002-of-00003.gguf"
+    first = tmp_path / "a model-00001-of-00003.gguf"
+    line = rf"it is part 2 of 3; join them: .* '{first}' '.*model.gguf'$"
+    with pytest.raises(ValueError, match=line):
+        gguf.read(file)

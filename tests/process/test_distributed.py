@@ -195,3 +195,13 @@ def test_alone_nothing_is_joined(monkeypatch, tasks, inputs):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
     with distributed.one_run(*inputs):
         assert jax.process_count() == 1
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        coordinator = f"127.0.0.1:{held.getsockname()[1]}"
+        rule = r"cannot be used here \(.*in use\); give all processes another$"
+        with pytest.raises(ValueError, match=rule), distributed.one_run(coordinator, 2, 0):
+            pass

@@ -65,7 +65,7 @@ def test_a_program_has_the_limits_of_an_answer():
         hangs = READ + "while b == 4: pass\nprint(a + b)"
         scores = score(pool, [*programs, hangs], [SUMS] * 3)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
-    assert scores.reasons == ("", "", "no result within 8 s")
+    assert scores.reasons == ("", "", "no result within 8 s of CPU time")
 
 
 LEETCODE = """

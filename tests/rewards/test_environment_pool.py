@@ -58,7 +58,7 @@ def test_an_environment_is_made_once_and_steps_once_a_turn(name):
 # What an episode does, and its failure, a regular expression.
 FAULTS = {
     "raise no": "RuntimeError: no",
-    "hang": "no answer within 10 s",
+    "hang": "no answer within 10 s of CPU time",
     "exit 3": r"the environment's process died \(exit code 3\)",
     "kill -1": "|ProcessLookupError: .*",  # there is none, or none that it may kill
     "allocate": "out of memory",
@@ -68,7 +68,7 @@ FAULTS = {
     "number 5": "TypeError: the observation of a step must be text, got int",
     "nan": r"ValueError: the score must be within ±1e\+15, got nan",
     "fork 3": "",
-    "fork 99": "BlockingIOError: .*|no answer within 10 s",
+    "fork 99": "BlockingIOError: .*|no answer within .*",
     "start": "",
     "print word": "",
     "long": "",
@@ -142,7 +142,7 @@ def test_a_replayable_episode_that_ends_its_process_again_and_again_fails():
         answers = play(pool, episodes, ["y", "exit 3", "hang", "y"])
     failures = [answer.failure for answer in answers]
     died = "the environment's process died (exit code 3)"
-    assert failures == ["", died, "no answer within 5 s", ""]
+    assert failures == ["", died, "no answer within 5 s of CPU time", ""]
     assert [answer.reward for answer in answers] == [2, 0, 0, 2]
 
 
@@ -193,5 +193,47 @@ def test_episodes_vanish_with_a_killed_parent(tmp_path):
     wait_for(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.parametrize("name", ["Replayable", "Shared", "Restarted"])
+def test_a_policy_may_be_told_that_its_turn_took_too_long(name):
+    """A replayable episode goes on from before the turn, another one from the start."""
+    with make(name, workers=1, timeout=1.0, on_timeout="tell", threshold=3.0) as pool:
+        episodes = pool.begin([PROBLEM] * 3)
+        late = "TimeoutError: no answer within 1 s of CPU time; "
+        late += "you begin again" if name == "Restarted" else "this turn had no effect"
+        role = "tool" if name == "Restarted" else "user"
+        for answer in play(pool, episodes[:1], ["hang"]):  # in the first turn
+            assert answer == (0.0, False, late, "", role)
+        play(pool, episodes, ["file x"] * 3)
+        answers = play(pool, episodes, ["hang", "y", "exit 3"])
+        assert answers[0].observation == late
+        assert re.match("2 of [123]: $", answers[1].observation)
+        assert answers[2].failure == "the environment's process died (exit code 3)"
+        again = play(pool, episodes[:2], ["file y"] * 2)
+        if name == "Replayable":  # the file of a turn that was played again
+            assert said(again) == ["2 of 1: ['x']", "3 of 1: ['x']"]
+        if name == "Restarted":
+            assert said(again) == ["1 of 1: []", "3 of 1: ['x']"]
+        last = play(pool, episodes[:2], ["done"] * 2)
+    # Rewards that were paid before stay; a turn without effect has none.
+    assert [(x.reward, x.done, x.failure) for x in last] == [(1.0, True, "")] * 2
+
+
+def test_an_episode_that_was_told_is_played_again_without_that_turn():
+    with make("Replayable", workers=1, timeout=1.0, on_timeout="tell") as pool:
+        episodes = pool.begin([PROBLEM])
+        for response in ("x", "hang", "y", "hang"):
+            play(pool, episodes, [response])
+        guard = pool._workers[0]._process.pid
+        for pid in read(f"/proc/{guard}/task/{guard}/children").split():
+            os.kill(int(pid), signal.SIGKILL)
+        assert said(play(pool, episodes, ["z"])) == ["3 of 1: "]
+
+
 def test_mistakes_are_found_at_construction_in_one_line():
     assert "environment.name must be one of guess, calc" in line_of(make, name="Nothing")
+    line = line_of(make, name="Counter", on_timeout="tell")
+    assert line.startswith(
+        "environment.on_timeout must be end where environment.name is user_environments:Counter, "
+    )
+    line = line_of(make, name="Unsure")
+    assert line.startswith("after_timeout of environment.name=user_environments:Unsure must be a ")

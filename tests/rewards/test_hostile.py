@@ -229,7 +229,7 @@ import json, os, subprocess, sys, tempfile
 from specrl_jax.rewards import containment, linux
 as_owner = sys.argv[1] == "True"
 with tempfile.TemporaryDirectory() as scratch, tempfile.NamedTemporaryFile() as secret:
-    cell = containment.Cell(scratch, 1 << 30, False, 0, linux.own_user())
+    cell = containment.Cell(scratch, 1 << 30, False, 0, linux.own_user(), secret.name)
     cell._as_owner = as_owner
     cell._open_scratch()
     if os.fork() == 0:

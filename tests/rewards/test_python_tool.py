@@ -104,3 +104,26 @@ def test_an_episode_of_calls_in_its_own_process():
         (ended,) = pool.collect(episodes[1:]).values()
     assert (ended.reward, ended.done) == (0.0, True)
     assert "the process of the response has ended" in ended.failure
+
+
+def test_a_policy_reads_that_python_was_restarted_and_may_go_on():
+    limits = {"timeout": 1.0, "memory_mib": 256, "workers": 1}
+    calls = (
+        "x = 5",
+        "open('kept', 'w').write('1')",
+        "while True: pass",
+        "x",
+        "import os; os.listdir()",
+    )
+    said = []
+    with EnvironmentPool("python", on_timeout="tell", **limits) as pool:
+        episodes = pool.begin([("7", "", {})])
+        for text in (*(f"<tool_call>{call}</tool_call>" for call in calls), "7"):
+            pool.submit(episodes, [text])
+            (answer,) = pool.collect(episodes).values()
+            assert (answer.failure, answer.role) == ("", "tool")
+            said.append(answer.observation)
+    late = "TimeoutError: no answer within 1 s of CPU time; "
+    late += "Python was restarted: names and files are gone\n"
+    assert said == ["", "1\n", late, "NameError: name 'x' is not defined\n", "[]\n", ""]
+    assert (answer.reward, answer.done) == (1.0, True)

@@ -144,4 +144,4 @@ def test_format_matches_the_whole_response():
     texts = ["a\nb", "a\nb.", "(a" * 50 + "b"]
     scores = score("format", texts, format=r"a.b|((a|\(a)+)+", timeout=5.0)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
-    assert scores.reasons[2] == "no result within 5 s"
+    assert scores.reasons[2] == "no result within 5 s of CPU time"

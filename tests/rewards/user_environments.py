@@ -50,6 +50,18 @@ class Shared(Counter):
     replayable = True
 
 
+class Restarted(Counter):
+    """An episode whose step took too long goes on with a new object."""
+
+    after_timeout = ("you begin again", 0.0, False, "tool")
+
+
+class Unsure(Counter):
+    """Neither goes on nor ends."""
+
+    after_timeout = ("you begin again", 0.0, True)
+
+
 def _raise(argument):
     raise RuntimeError(argument)
 

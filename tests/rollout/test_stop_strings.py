@@ -1,5 +1,7 @@
 """Strings that end a turn, against Python's own search in the text."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rollout.stop_strings import (
     NOTHING,
     StopStrings,
-    cut_at_stop,
     make_stop_strings,
+    parse_stop,
     turn_ends,
+    write_stop,
 )
+from specrl_jax.types import PartialRows
 
 TEXT = st.text("ab<", max_size=3)
 STRING = st.text("ab<", min_size=1, max_size=4)
@@ -50,6 +54,12 @@ def test_what_another_said_is_no_part_of_a_string():
     stop = StopStrings.of(["ab"], ["a", "b", ""])
     marks = turn_ends((2,), stop, np.array([[NOTHING, 0, NOTHING, 1, 0, 1, 2]]), np)
     np.testing.assert_array_equal(marks, [[False, False, False, False, True, True]])
+    # Nor is what a turn before this one said, however it ended.
+    stop = StopStrings.of(["ab", "<aba>"], ["a", "b", "ab", "x"])
+    for before in ([2, NOTHING], [0, 1, NOTHING], [3, 2, NOTHING], [NOTHING, 0, NOTHING]):
+        tokens = [NOTHING] * (stop.window - len(before)) + before + [1, 3, 2, 3]
+        marks = stop.ends(np.array([tokens]), np)
+        np.testing.assert_array_equal(marks, [[False, False, True, False]])
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +116,26 @@ def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, s
     assert not ended.all()
 
 
+def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
+    """Rows hold the begins of their responses, cut at any token."""
+    _, expected = plain
+    stop = StopStrings.of(STRINGS, TEXTS)
+    spec = ref.match_spec(eos=(1,), slots=6, stop=stop)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        _, weights = ref.policy(model=ref.ONE_LAYER)
+        whole = host(ref.run(spec, weights, ref.random_prompts())[0])
+        lens = np.maximum(whole.lens - np.arange(len(whole.lens)) % 3 - 1, 0)
+        partial_rows = PartialRows(
+            dataclasses.replace(whole, lens=lens.astype(np.int32)), lens < 0, np.zeros_like(lens)
+        )
+        resumed, _ = ref.run(
+            spec, weights, ref.random_prompts(), partial_rows=ref.put_rows(partial_rows)
+        )
+    assert np.any(whole.lens < expected.lens)
+    np.testing.assert_array_equal(resumed.lens, whole.lens)
+    np.testing.assert_array_equal(resumed.tokens, whole.tokens)
+
+
 def test_only_the_last_token_ends_a_response():
     """Inside the response, in the padding, and where there is no response at all."""
     tokens = np.array([[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]])
@@ -113,12 +143,22 @@ def test_only_the_last_token_ends_a_response():
     np.testing.assert_array_equal(ended, [False, True, False, False])
 
 
+def cut(texts, strings, keep=True):
+    """Cut the text of a turn of a token each."""
+    stop = StopStrings.of(strings, texts)
+    return stop.cut(range(len(texts)), lambda ids: "".join(texts[i] for i in ids), keep)
+
+
 def test_what_rewards_see():
     strings = ("</a>", "/a")
-    assert cut_at_stop("x</a> y", strings, keep=True) == "x</a"  # "/a" ends first
-    assert cut_at_stop("x</a> y", strings, keep=False) == "x<"
-    assert cut_at_stop("x<a> y", strings, keep=False) == "x<a> y"
-    assert cut_at_stop("1</a>2</a>", ("</a>",), keep=True) == "1</a>"
+    for texts in (["x</a> y"], [*"x</a> y"], ["x<", "/a> y"]):
+        assert cut(texts, strings) == "x</a"  # "/a" ends first
+        assert cut(texts, strings, keep=False) == "x<"
+    assert cut(["x<a", "> y"], strings, keep=False) == "x<a> y"
+    assert cut(["1</a>2</a>"], ("</a>",)) == "1</a>"
+    assert StopStrings.of(strings, ["/a"]).cut([], "".join, True) == ""
+    # Strings that end together: the longer one is left out.
+    assert cut(["x", "ab"], ("b", "ab"), keep=False) == "x"
 
 
 def test_strings_of_a_configuration():
@@ -126,7 +166,25 @@ def test_strings_of_a_configuration():
     tokenizer = CharacterTokenizer("abc")
     stop = make_stop_strings(config, tokenizer)
     assert stop.strings == ("ab", "c")
-    assert make_stop_strings(ConfigDict({"rollout": {"stop": " "}}), tokenizer) is None
-    config.rollout.stop = "ad"
-    with pytest.raises(ValueError, match="must hold every character, 'd' is missing"):
+    assert make_stop_strings(config, tokenizer) is stop  # programs hold it: they compile once
+    assert make_stop_strings(ConfigDict({"rollout": {"stop": ""}}), tokenizer) is None
+    config.rollout.stop = "ab ada"
+    with pytest.raises(ValueError, match="got 'ada': no tokens go on with 'da'"):
         make_stop_strings(config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "strings"),
+    [
+        ("", ()),
+        ("</answer>  </tool_call> ", ("</answer>", "</tool_call>")),
+        (r"\boxed{ [END] []", (r"\boxed{", "[END]", "[]")),
+        ("é 中", ("é", "中")),
+        (r'["\n\n", "Final answer: ", " "]', ("\n\n", "Final answer: ", " ")),
+        (r' [ "\u4e2d\ud83c\udf89", "a\"\\n"] ', ("中🎉", 'a"\\n')),
+        ('["one"]', ("one",)),
+    ],
+)
+def test_texts_apart_by_blanks_or_a_list(value, strings):
+    assert parse_stop(value) == strings
+    assert parse_stop(write_stop(strings)) == strings

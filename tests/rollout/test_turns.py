@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, check_equal, host, make_spec
+from rollout_reference import _PLAIN, KEY, check_equal, host, make_spec
 
 from specrl_jax.models.draft_head import copy_draft_head, init_draft_head
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
+from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.rollout.turns import EpisodeRollout, turn_drafts
 from specrl_jax.sharding import put
 from specrl_jax.types import PartialRows, Source
@@ -172,3 +174,142 @@ def test_a_token_of_an_episode_is_computed_once(mesh, monkeypatch):
         again.append(play_again(spec, weights)[2].extended_tokens)
     assert kept[2] - kept[1] < 2.5 * (kept[1] - kept[0])
     assert again[2] - again[1] > 3 * (again[1] - again[0])
+
+
+# The law of a turn: it ends with the first token that completes a string within the turn ----------
+
+# What the tokens of `ref.MODEL` write; 1 ends a turn alone.
+TEXTS = ["", "", "#", "a", "##", "b", "ab", "]", "<", "/a", ">", "é", "a#", "ba", "c", "] <"]
+STRINGS = {
+    "overlap": ("##",),
+    "several": ("aba", "] </a>", "bb"),
+    "longer than a turn": ("##", "ab" * 20),
+    "of one letter": ("]",),
+}
+
+
+def ends_turn(tokens: list[int], strings) -> bool:
+    text = "".join(TEXTS[token] for token in tokens)
+    return tokens[-1] == 1 or any(string in text for string in strings)
+
+
+def said(row: int, turn: int) -> list[int]:
+    """An answer of 0 to 12 tokens that begins, completes or goes on with strings."""
+    rng = np.random.default_rng([row, turn])
+    count = rng.choice([0, 0, 1, 1, 2, 3, 4, 5, 12])
+    return rng.integers(2, 16, count).tolist()
+
+
+class Player:
+    """Episodes of the naive kind: a full forward pass for every token, and texts as they stand."""
+
+    def __init__(self, spec, params, strings, step=1):
+        self.tokens = [[] for _ in range(ROWS)]
+        self.starts = np.zeros(ROWS, int)
+        self.ended = np.zeros(ROWS, bool)
+        turns = np.zeros(ROWS, int)
+        over = np.zeros(ROWS, bool)
+        prompts = np.repeat(PROMPTS.tokens, 4, axis=0)
+        prompt_lens = np.repeat(PROMPTS.lens, 4)
+        ids = put(np.repeat(PROMPTS.ids, 4, axis=0), "batch", None)
+        samples = put(np.tile(np.arange(4, dtype=np.int32), 8), "batch")
+        key = jax.random.key(KEY)
+        seeds = ref.seeds_of(key, int(Purpose.SAMPLE), np.uint32(step), ids, samples)
+        every = np.arange(ROWS)
+        while not over.all():
+            sequences = np.zeros((ROWS, prompts.shape[1] + R), np.int32)
+            for row, own in enumerate(self.tokens):
+                sequences[row, : prompt_lens[row]] = prompts[row, : prompt_lens[row]]
+                sequences[row, prompt_lens[row] : prompt_lens[row] + len(own)] = own
+            lens = np.array([len(own) for own in self.tokens], np.int32)
+            scores = ref.full_logits(spec.model, params, sequences)[every, prompt_lens + lens - 1]
+            scores = put(scores, "batch", "vocab")
+            drawn = np.asarray(ref.sample(scores, seeds, put(lens, "batch"), _PLAIN)[0])
+            for row in np.flatnonzero(~over):
+                own = self.tokens[row]
+                own.append(int(drawn[row]))
+                self.ended[row] = ends_turn(own[self.starts[row] :], strings)
+                if not self.ended[row] and len(own) < R:
+                    continue
+                turns[row] += 1
+                answer = said(row, turns[row])
+                over[row] = not self.ended[row] or len(own) + len(answer) >= R or turns[row] == 6
+                if not over[row]:
+                    own += answer
+                    self.starts[row] = len(own)
+
+
+def play_by_law(spec, weights, strings, step=1, **inputs):
+    """Return the rollout and its cost; each turn that ends must be one by the law, and each by the
+    law must end."""
+    noise = NoiseKey(jax.random.key(KEY), step)
+    rollout = EpisodeRollout(spec, weights, RolloutInputs(PROMPTS, noise, **inputs))
+    starts = np.zeros(ROWS, int)
+    turns = np.zeros(ROWS, int)
+    over = np.zeros(ROWS, bool)
+    while not over.all():
+        tokens, lens, ended = rollout.run(0.0)
+        by_law = spec.ended(tokens, lens, starts)
+        answers = {}
+        for row in np.flatnonzero(ended & ~over).tolist():
+            own = tokens[row, starts[row] : lens[row]].tolist()
+            assert by_law[row] == ends_turn(own, strings)
+            assert by_law[row] or lens[row] == R
+            assert not any(ends_turn(own[:n], strings) for n in range(1, len(own)))
+            turns[row] += 1
+            answer = said(row, turns[row])
+            over[row] = not by_law[row] or lens[row] + len(answer) >= R or turns[row] == 6
+            if not over[row]:
+                answers[row] = answer
+                starts[row] = lens[row] + len(answer)
+        rollout.go_on(answers, over)
+    result = rollout.result()
+    return host(result.rollout), result.stats, starts
+
+
+DRAFTS = {
+    "match": (1, {"accept": "match"}),
+    "match, eight devices": (2, {"accept": "match", "row_buckets": 3}),
+    "ratio": (1, {"accept": "ratio"}),
+    "ratio, eight devices": (2, {"accept": "ratio", "max_rows": 16}),
+    "head": (1, HEAD),
+    "tree": (1, {"accept": "match", "tree": ref.TREE, "max_width": 4}),
+    "tree, eight devices": (2, {"accept": "match", "tree": ref.TREE, "max_width": 4}),
+}
+LAWS = [("overlap", case) for case in DRAFTS]
+LAWS += [(name, "match") for name in STRINGS if name != "overlap"]
+QUICK = {("overlap", "match"), ("several", "match"), ("overlap", "tree, eight devices")}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(*law, marks=[pytest.mark.slow] * (law not in QUICK)) for law in LAWS],
+)
+def test_a_turn_ends_by_its_own_tokens(make_mesh, name, case):
+    """Against the naive player: without drafts, with those of another policy, with right ones."""
+    strings = STRINGS[name]
+    pieces, options = DRAFTS[case]
+    stop = StopStrings.of(strings, TEXTS)
+    with jax.set_mesh(make_mesh(pieces, pieces, pieces)):
+        params, weights = ref.policy()
+        _, older_weights = ref.policy(0.15)
+        if "draft_head" in options:
+            weights = with_head(weights, params)
+            older_weights = with_head(older_weights, params)
+        spec = make_spec(slots=R, eos=(1,), turns=True, stop=stop, **options)
+        player = Player(spec, params, strings)
+        older, _, _ = play_by_law(spec, older_weights, strings, step=0)
+        plain, _, starts = play_by_law(spec, weights, strings)
+        for row, own in enumerate(player.tokens):
+            assert plain.tokens[row, : plain.lens[row]].tolist() == own
+        np.testing.assert_array_equal(starts, player.starts)
+        np.testing.assert_array_equal(spec.ended(plain.tokens, plain.lens, starts), player.ended)
+        for source in (older, plain):
+            inputs = {"drafts": ref.as_drafts(source), "log_lenience": 0.3}
+            if spec.draft_source:
+                inputs["history"] = ref.history_of(spec, source.tokens, source.lens)
+            played, stats, _ = play_by_law(spec, weights, strings, **inputs)
+            assert stats.accepted_tokens > 0
+            if spec.accept.samples_anew:  # others have other tokens, by the same law
+                np.testing.assert_array_equal(played.tokens, plain.tokens)
+                assert source is older or not stats.row_steps  # a draft is as long as its turn

@@ -39,6 +39,14 @@ def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
     assert header.index("prefix") + len("prefix") == first.index("41.2") + len("41.2")
 
 
+def test_a_run_with_an_environment_shows_its_seconds_and_those_of_the_step(capsys):
+    Console(total_steps=96, environment=True).show(1, 1, VALUES | {"time/environment": 12.5})
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[-5:] == ["rollout", "environ", "update", "step", "left"]
+    assert line.split()[-5:] == ["1.23s", "12.50s", "0.40s", "2.00s", "3:10"]
+    assert len(header) == len(line) <= 100
+
+
 def test_time_left_counts_this_process_only(capsys, monkeypatch):
     clock = iter([100.0, 103.0, 106.0])
     monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))

@@ -26,12 +26,6 @@ from specrl_jax.types import Example, Prompts, Rollout
 
 # Token ids and their text; 0 pads, 1 and 2 end a response and leave no text.
 TEXTS = {0: "", 1: "", 2: "", 3: " ", 4: "3", 5: "1", 6: "4", 7: ">"}
-EOS = (1, 2)
-
-
-def ended(tokens, lens):
-    last = tokens[np.arange(len(lens)), lens - 1]
-    return (lens > 0) & np.isin(last, EOS)
 
 
 def decode(ids):
@@ -68,10 +62,11 @@ def make_rollout():
 REWARDS = np.array([1, 0.1, 0, 0], np.float32)
 FAILED = np.array([False, False, False, True])
 MATH = np.array([1, 0.2, 0, 0], np.float32)
+ENDED = np.array([True, False, True, False])
 
 
 def open_records(workdir, share=1.0, **overrides):
-    return RolloutRecords(workdir, share, **{"decode": decode, "ended": ended} | overrides)
+    return RolloutRecords(workdir, share, **{"decode": decode} | overrides)
 
 
 def write(out, step=7, epoch=2, **changes):
@@ -80,6 +75,7 @@ def write(out, step=7, epoch=2, **changes):
         "rewards": REWARDS,
         "failed": FAILED,
         "by_function": {"math": MATH},
+        "ended": ENDED,
     }
     prompts = changes.pop("prompts", make_prompts())
     kind = changes.pop("kind", "step")
@@ -94,6 +90,7 @@ def one_response(**changes):
         "rewards": REWARDS[:1],
         "failed": FAILED[:1],
         "by_function": {},
+        "ended": ENDED[:1],
     } | changes
 
 
@@ -118,12 +115,19 @@ def test_the_share_of_the_prompts_is_select_prompts(share):
     assert positions == sorted(positions)
 
 
-def test_a_tiny_share_still_records_the_smallest_id():
+def test_a_tiny_share_still_records_the_eight_smallest_ids():
     for start in range(0, 500, 50):
         batch = IDS[start : start + 50]
-        (q,) = select_prompts(batch, 1e-9)
-        assert position(batch[q]) == min(map(position, batch))
+        chosen = [position(batch[q]) for q in select_prompts(batch, 1e-9)]
+        assert chosen == sorted(map(position, batch))[:8]
     assert select_prompts(IDS, 0) == select_prompts([], 0.5) == []
+    assert sorted(select_prompts(IDS[:3], 1e-9)) == [0, 1, 2]
+
+
+def test_parts_of_a_prompt_are_recorded_together_and_count_once():
+    batch = [name for name in IDS[:20] for _ in range(2)]
+    chosen = [batch[q] for q in select_prompts(batch, 1e-9)]
+    assert chosen == [name for name in sorted(IDS[:20])[:8] for _ in range(2)]
 
 
 # A line -------------------------------------------------------------------------------------
@@ -175,7 +179,8 @@ def test_where_tokens_end(tmp_path, words, left_out, ends):
     assert out.token_ends(ids, decode_bytes(ids)) == ends
 
 
-def test_a_share_of_the_prompts_with_all_their_samples(tmp_path):
+def test_a_share_of_the_prompts_with_all_their_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_FEWEST", 1)
     share = (position("a1") + position("b1")) / 2
     reversed_prompts = make_prompts(("b1", "a1"))
     write(open_records(tmp_path, share), prompts=reversed_prompts)

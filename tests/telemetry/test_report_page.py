@@ -120,9 +120,10 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     overview = report_charts.overview_charts(one)
     metrics = report_charts.metric_charts(one)
     assert [chart["title"] for chart in overview] == [
-        "Reward", "Seconds of a step", "Tokens of the responses"
+        "Reward", "Seconds of a step", "Tokens of the responses", "Reward against seconds",
+        "Reward against generated tokens",
     ]  # fmt: skip
-    reward, seconds, _ = overview
+    reward, seconds, *_ = overview
     assert [trace["y"] for trace in reward["data"]] == [[0.5] * 6, [0.25, 0.75]]
     assert [shape["x0"] for shape in reward["layout"]["shapes"]] == [0.5, 3.5]
     assert reward["layout"]["yaxis"]["range"] == pytest.approx([0.2, 0.8])
@@ -143,7 +144,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     for chart in [*overview, *charts["reward"], *charts["time"]]:
         go.Figure(data=chart["data"], layout=chart["layout"])
     compiled = [record | {"time/compile": 9.0} for record in run.records]
-    (_, seconds, _) = report_charts.overview_charts(
+    (_, seconds, *_) = report_charts.overview_charts(
         runs.series([runs.RecordedRun(run.workdir, run.config, compiled)])
     )
     assert seconds["data"][1]["y"] == [4, 2, 2, 1, 1, 9]  # every step compiled: all are shown
@@ -273,12 +274,12 @@ def test_the_page_by_mouse_and_keys(tmp_path):
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
             page.open(tmp_path / "r.html", width, dark)
-            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 5
             page.run("""void (window.opened = new Promise(opened =>
                 document.querySelector('.prefix').addEventListener('toggle', opened)))""")
             page.point(".prefix summary")
             page.run("window.opened.then(() => 0)")
-            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3 + 3
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 5 + 3
             assert page.run("document.documentElement.scrollWidth") <= width
             light = page.run("getComputedStyle(document.body).backgroundColor")
             page.point("#theme")
@@ -314,3 +315,143 @@ def test_the_page_by_mouse_and_keys(tmp_path):
         assert "--config.log.rollouts=1.0" in page.text("#shown")
         assert page.errors == []
         assert all(url.startswith(("file:", "data:")) for url in page.requests)
+
+
+def cells(page) -> list[bool]:
+    """Of each response that is seen: whether it is one of those asked for."""
+    return page.run("[...document.querySelectorAll('#group tbody td')].map(x => x.className == '')")
+
+
+def listed(page) -> list[str]:
+    return page.run("[...document.querySelectorAll('#prompts li span')].map(x => x.textContent)")
+
+
+def fill(page, name: str, value: str) -> None:
+    page.run(f"document.querySelector('#{name}').value = {value!r}")
+    page.run(f"document.querySelector('#{name}').dispatchEvent(new Event('input'))")
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+def test_filters_links_and_epochs(tmp_path):
+    """Prompt a1 is an episode and four responses, b2 four, one of which failed and was cut."""
+    others = [line | {"prompt_id": "b2", "prompt": "7 7>"} for line in two_epochs()]
+    others[1] |= {"failed": True, "ended": False, "reward": 0.0}
+    lines = [episode() | {"sample": 2}, *two_epochs(), *others]
+    report_page.write_report([write_run(tmp_path / "a", lines=lines)], tmp_path / "r.html")
+    with Page(tmp_path / "profile") as page:
+        page.open(tmp_path / "r.html")
+        assert sorted(listed(page)) == ["2 1>", "7 7>"]
+        page.point("#failed")
+        assert listed(page) == ["7 7>"]
+        assert cells(page) == [False, False, True, False]
+        assert "1 prompts, 1 such responses" in page.text("#shown")
+        page.point("#cut")
+        assert listed(page) == ["7 7>"]
+        page.point("#reset")
+        fill(page, "fewest-turns", "2")
+        assert listed(page) == ["2 1>"]
+        assert sum(cells(page)) == 1
+        fill(page, "fewest-turns", "4")
+        assert page.text("#group") == "No prompt has it."
+        page.point("#reset")
+        fill(page, "least", "0.5")
+        fill(page, "most", "0.9")
+        assert listed(page) == ["2 1>"]  # the episode's 0.75
+        page.point("#reset")
+        # The address of a prompt and its step, in the same page and anew.
+        page.press("j")
+        there = page.run("location.href")
+        assert "run=a" in there
+        chosen = page.text("#prompts [aria-selected=true] span")
+        page.press("k")
+        assert page.text("#prompts [aria-selected=true] span") != chosen
+        page.run(f"void (location.hash = new URL({there!r}).hash)")
+        page.run("new Promise(done => setTimeout(done, 50))")
+        assert page.text("#prompts [aria-selected=true] span") == chosen
+        page.run("void (location.hash = '#prompt=gone')")
+        assert page.errors == []
+        page.open(tmp_path / "r.html", fragment="prompt=b2&step=5")
+        assert page.text("#prompts [aria-selected=true] span") == "7 7>"
+        assert page.run("document.querySelector('#group a').hash.includes('prompt=b2')")
+        assert page.errors == []
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+def test_epochs_steps_of_charts_and_equal_prompts(tmp_path):
+    lines = []
+    for epoch in range(1, 13):
+        for name in ("a1", "b2"):
+            lines.append(response(3 * epoch, epoch, 0, ["1", ""], "ss", prompt_id=name))
+            lines.append(response(3 * epoch, epoch, 1, ["2", ""], "ss", prompt_id=name))
+    folder = write_run(tmp_path / "a", lines=lines)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(7, 37):
+            record = {"step": step, "epoch": -(-step // 3), "reward/mean": 0.5}
+            record |= {"time/step": 2.0, "rollout/tokens_generated": 10}
+            file.write(json.dumps(record) + "\n")
+    report_page.write_report([folder], tmp_path / "r.html")
+    with Page(tmp_path / "profile") as page:
+        for width in (1280, 400):
+            page.open(tmp_path / "r.html", width)
+            assert page.run("document.documentElement.scrollWidth") <= width
+            assert listed(page) == ["2 1>", "2 1>"]
+            assert page.text("#prompts li small").startswith("a1 · reward")
+            page.run("document.querySelector('#epoch').value = 2")
+            page.run("document.querySelector('#epoch').dispatchEvent(new Event('change'))")
+            assert page.text("#group thead th:nth-child(2)").startswith("epoch 3step 9, reward")
+            assert page.run("location.hash").endswith("step=9")
+            # Steps 0 to 36 of the first chart: step 20 is nearest to 21, which is recorded.
+            for plot, point in ((0, 20), (3, 20)):
+                page.run("document.querySelector('#epoch').value = 0")
+                page.run(f"""(() => {{
+                    const plot = document.querySelectorAll('.js-plotly-plot')[{plot}];
+                    const trace = plot.data[0], steps = trace.customdata ?? trace.x;
+                    const i = steps.indexOf({point}), {{xaxis, yaxis}} = plot._fullLayout;
+                    window.spot = [xaxis.l2p(trace.x[i]) + xaxis._offset,
+                                   yaxis.l2p(trace.y[i]) + yaxis._offset]; }})()""")
+                page.point(".js-plotly-plot", nth=plot, at=page.run("window.spot"))
+                assert page.text("#group thead th:nth-child(2)").startswith("epoch 7step 21, ")
+        assert page.errors == []
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+def test_cases_can_be_hidden(tmp_path):
+    folders = [write_run(tmp_path / f"{draft},seed=0", draft=draft, lines=two_epochs())
+               for draft in ("none", "tree")]  # fmt: skip
+    report_page.write_report(folders, tmp_path / "r.html")
+    seen = "[...document.querySelectorAll('.js-plotly-plot')[0].data].map(x => x.visible)"
+    with Page(tmp_path / "profile") as page:
+        page.open(tmp_path / "r.html")
+        assert page.run(seen) == [True] * 6
+        page.point(".swatches input")
+        assert page.run(seen) == [False] * 2 + [True] * 4
+        rows = (
+            "[...document.querySelectorAll('tr[data-case]')].map(x => [x.dataset.case, x.hidden])"
+        )
+        assert page.run(rows) == [["none", True], ["tree", False]] * 2
+        assert page.run("document.querySelector('#run').value") == "1"
+        page.point(".swatches input")
+        assert page.run(seen) == [True] * 6
+        assert page.run(rows) == [["none", False], ["tree", False]] * 2
+        assert page.errors == []
+
+
+def test_the_reward_against_what_it_cost(tmp_path):
+    """Totals that a run recorded count; of a run without them the sums do."""
+    folder = write_run(tmp_path / "a")
+    run = runs.read_run(folder)
+    charts = {x["title"]: x for x in report_charts.overview_charts(runs.series([run]))}
+    seconds = charts["Reward against seconds"]["data"]
+    assert [trace["x"] for trace in seconds] == [[6, 10, 14, 17, 20, 31], [0, 31]]
+    assert [trace["customdata"] for trace in seconds] == [[1, 2, 3, 4, 5, 6], [0, 6]]
+    tokens = charts["Reward against generated tokens"]["data"]
+    assert tokens[0]["x"] == [400, 800, 1200, 1300, 1400, 1500]
+    assert {trace["meta"] for trace in seconds + tokens} == {runs.series([run])[0].name}
+    later = [r | {"time/total": 100 + r["step"]} for r in run.records]  # it began with another run
+    resumed = runs.RecordedRun(run.workdir, run.config, later)
+    chart = report_charts.overview_charts(runs.series([resumed]))[3]
+    assert chart["data"][0]["x"] == [101, 102, 103, 104, 105, 106]
+    nothing = [{"step": 1, "epoch": 1, "reward/mean": 0.5}]
+    bare = runs.RecordedRun(run.workdir, run.config, nothing)
+    titles = [chart["title"] for chart in report_charts.overview_charts(runs.series([bare]))]
+    assert titles == ["Reward"]

@@ -61,6 +61,8 @@ def test_rollout_by_hand():
             "rollout/prefix_len_mean": 5 / 4,
             "rollout/full_reuse_ratio": 1 / 4,
             "rollout/response_len_mean": 15 / 4,
+            "rollout/response_len_min": 3,
+            "rollout/response_len_max": 5,
             "rollout/truncated_fraction": 2 / 4,  # rows 2 and 4 end in 8 and 4
             "rollout/overlap_rouge1": (1 + 0.5 + 0.75) / 3,
             "rollout/unchanged": 1 / 3,  # the first; what comes after its end is no token

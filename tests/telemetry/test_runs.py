@@ -4,7 +4,16 @@ import pathlib
 
 import pytest
 
-from specrl_jax.telemetry.runs import RecordedRun, summarize
+from specrl_jax.telemetry.runs import (
+    SECONDS_SAY_NOTHING,
+    RecordedRun,
+    headline,
+    series,
+    shown_figures,
+    speed_up,
+    speed_up_over,
+    summarize,
+)
 
 
 def make_records():
@@ -67,8 +76,9 @@ def test_a_row_for_each_epoch_by_hand():
 
 def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
     """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1. The last epoch's: 1.0, 2.0."""
-    assert lines_of(make_records())[-2:] == [
+    assert lines_of(make_records())[-3:] == [
         "Against this run's own first epoch (nothing to draft from, updates packed as later):",
+        "row steps 4.0× fewer, generated tokens 5.7× fewer (last epoch: 5.0×, 6.7×)",
         "rollouts 2.0× as fast, verification included; whole steps 1.5× (last epoch: 2.2×, 1.6×)",
     ]
     assert "×" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
@@ -112,3 +122,29 @@ def test_what_a_plain_run_lacks_is_a_dash():
 def test_no_steps():
     for records in ([], [{"step": 0, "epoch": 0, "reward/eval": 0.1}]):
         assert lines_of(records) == ["No training step was recorded."]
+
+
+def test_short_steps_lead_with_row_steps_and_tokens_and_claim_no_speed_up():
+    """Reuse cannot be seen in seconds that are those of starting programs."""
+    short = [
+        {k: x / 100 if k.startswith("time/") else x for k, x in r.items()} for r in make_records()
+    ]
+    run = RecordedRun(pathlib.Path("run"), {}, short)
+    lines = summarize(run).splitlines()
+    assert lines[-2] == "row steps 4.0× fewer, generated tokens 5.7× fewer (last epoch: 5.0×, 6.7×)"
+    assert lines[-1] == SECONDS_SAY_NOTHING
+    assert "as fast" not in "".join(lines)
+    (one,) = series([run])
+    figures, reckoned = shown_figures([one])
+    assert reckoned.startswith(SECONDS_SAY_NOTHING)
+    names = [name for name, *_ in headline(one, figures)]
+    assert names[-2:] == [
+        "row steps, first epoch over later ones",
+        "tokens generated, first epoch over later ones",
+    ]
+    assert [speed_up(run, part) for part in ("rollout", "step")] == [None, None]
+    assert speed_up_over(one, "step")(run) is None
+    long = RecordedRun(pathlib.Path("run"), {}, make_records())
+    figures, reckoned = shown_figures(series([long]))
+    assert "whole-step speed-up over its first epoch" in [name for name, *_ in figures]
+    assert SECONDS_SAY_NOTHING not in reckoned

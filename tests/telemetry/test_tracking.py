@@ -92,6 +92,34 @@ def test_what_wandb_is_given(tmp_path, monkeypatch):
     assert (options["dir"], options["config"]["seed"]) == (str(folder), 0)
 
 
+def test_wandb_is_given_responses_during_the_run(tmp_path, monkeypatch):
+    (run,) = [fake_wandb(monkeypatch)]
+    folder = write_run(tmp_path / "a", lines=two_epochs())
+    tracker = SafeTracker("wandb", folder, CONFIG)
+    for step in (1, 2):  # nothing was recorded of the first
+        tracker.log_rollouts(step)
+    ((given,), _) = run[0].log.call_args
+    assert given["step"] == 2
+    columns, rows = given["rollouts"]
+    assert [(row[0], row[5]) for row in rows] == [(2, "1 3"), (2, "1 2")]
+    assert len(columns) == len(rows[0])
+    assert run[0].log.call_count == 1
+
+
+def test_all_folders_of_a_resumed_offline_run_are_named(tmp_path, monkeypatch):
+    """Oldest first, quoted, without those of other runs and those that were sent."""
+    runs = fake_wandb(monkeypatch)
+    tracker = SafeTracker("wandb", tmp_path, {})
+    name = runs[0].id
+    folders = [tmp_path / "my run" / f"offline-run-2026010{day}_000000-{name}" for day in range(4)]
+    for folder in (*folders, folders[0].with_name("offline-run-20260101_000000-other")):
+        folder.mkdir(parents=True)
+    (folders[1] / f"run-{name}.wandb.synced").touch()
+    runs[0].dir = str(folders[3] / "files")
+    kept = " ".join(f"'{folder}'" for folder in (folders[0], folders[2], folders[3]))
+    assert tracker.close() == f"wandb: to send this run: wandb sync {kept}"
+
+
 def test_without_a_network_an_online_run_becomes_offline(tmp_path, monkeypatch, caplog):
     runs = fake_wandb(monkeypatch, init_fails={"online"})
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -99,6 +127,16 @@ def test_without_a_network_an_online_run_becomes_offline(tmp_path, monkeypatch, 
     assert [run.options["mode"] for run in runs] == ["offline"]
     runs[0].log.assert_called_once_with({"step": 1, "epoch": 1})
     assert "no network" in caplog.text
+
+
+def test_a_failed_table_is_one_warning(tmp_path, monkeypatch, caplog):
+    fake_wandb(monkeypatch, broken=True)
+    folder = write_run(tmp_path / "a", lines=two_epochs())
+    with MetricsLog(folder, total_steps=96, tracker="wandb", config={}) as log:
+        log.send_rollouts(2)
+        log.send_rollouts(5)
+    (record,) = caplog.records
+    assert "logging responses failed, training goes on: 'lost the service'" in record.getMessage()
 
 
 @pytest.mark.parametrize("failure", ["missing", "init", "log"])
@@ -132,6 +170,7 @@ import pathlib, sys
 from specrl_jax.telemetry.tracking import SafeTracker
 tracker = SafeTracker('wandb', pathlib.Path(sys.argv[1]), {'seed': 7})
 tracker.log(1, 1, {'reward/mean': 0.5})
+tracker.log_rollouts(2)
 print(tracker.close())
 
 import wandb
@@ -146,6 +185,7 @@ wandb.teardown()  # until all is on the disk
         f"wandb: to send this run: wandb sync {folder}/wandb/offline-run-"
     )
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert len([*file.parent.glob("files/media/table/rollouts_*.table.json")]) == 2
     for written in (b"reward/mean", b"run_table", b"report"):
         assert written in file.read_bytes()
 
@@ -159,6 +199,7 @@ def test_tensorboard_is_read_back(tmp_path):
         tracker = SafeTracker("tensorboard", folder, CONFIG)
         for step, value in enumerate(values, start=first):
             tracker.log(step, 1, {"reward/mean": value})
+            tracker.log_rollouts(step)
         line = tracker.close()
     assert line == f"tensorboard: to see this run: tensorboard --logdir={folder}/tensorboard"
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))

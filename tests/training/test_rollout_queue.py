@@ -76,9 +76,12 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
                 expected.append(update_policy(run, state, batch) | batch.metrics)
                 weights.append(jax.tree.map(jnp.copy, state.rollout_weights(run)))
     lines = records(run_ahead(staleness))[1:]
+    generated = 0
     for step, (line, values) in enumerate(zip(lines, expected, strict=True), start=1):
         known = {k: v for k, v in values.items() if not k.startswith(("time/", "compile/"))}
         line.pop("reward/eval", None)
+        generated += values["rollout/tokens_generated"]
+        assert line.pop("data/tokens_generated") == generated
         assert line == {"step": step, "epoch": line["epoch"]} | known
         assert line.get("rollout/stale_fraction", 0) == (staleness > 0 and step > 1)
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2, 3, 3]

@@ -43,13 +43,22 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     state, other = _states(changes, algorithm)
     assert state.parts.keys() == ALWAYS | on
     assert state.arrays().keys() == {"train"} | ALWAYS | on
-    assert state.host().keys() == {"step", "skipped_in_row", "machine"} | ALWAYS | on
+    own = {"step", "skipped_in_row", "tokens_generated", "seconds", "machine"}
+    assert state.host().keys() == own | ALWAYS | on
     state.step = 7
     state.skipped_in_row = 1
+    state.tokens_generated = 2**40 + 1
+    state.seconds = 0.1 + 0.2
     host = json.loads(json.dumps(state.host()))
     other.restore(host, state.arrays())
     assert other.step == 7
     assert other.skipped_in_row == 1
+    assert (other.tokens_generated, other.seconds) == (2**40 + 1, 0.1 + 0.2)
+    other.restore(
+        {k: x for k, x in host.items() if k not in ("seconds", "tokens_generated")}, state.arrays()
+    )  # of a checkpoint that counted neither
+    assert (other.tokens_generated, other.seconds) == (0, 0.0)
+    other.restore(host, state.arrays())
     assert json.loads(json.dumps(other.host())) == host
     like, arrays = jax.tree.leaves(state.arrays()), jax.tree.leaves(other.arrays())
     assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in arrays]

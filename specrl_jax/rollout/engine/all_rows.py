@@ -81,6 +81,7 @@ def start_rows(
         prompt_lens=prompt_lens,
         max_lens=reshard(max_lens, "batch"),
         lens=empty.lens,
+        turn_starts=empty.lens,
         last=reshard(last, "batch"),
         prefix_lens=empty.lens,
         done=empty.lens > 0,

@@ -187,9 +187,9 @@ def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
     window = spec.stop_window
     if not window:
         return spec.turn_ends(new)
-    own = jnp.where(rows.sources == Source.FORCED, NOTHING, rows.tokens)
-    own = jnp.pad(own, ((0, 0), (window, 0)), constant_values=NOTHING)
-    before = read_slots(own, rows.lens, window)
+    before = read_slots(jnp.pad(rows.tokens, ((0, 0), (window, 0))), rows.lens, window)
+    positions = rows.lens[:, None] + jnp.arange(-window, 0)[None, :]
+    before = jnp.where(positions < rows.turn_starts[:, None], NOTHING, before)
     return spec.turn_ends(jnp.concatenate([before, new], axis=1))
 
 

@@ -37,7 +37,7 @@ def random_rows(size=B, stored=K, seed=3) -> Rows:
     def reals(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
-    names = ("prompt_lens", "max_lens", "lens", "last", "prefix_lens")
+    names = ("prompt_lens", "max_lens", "lens", "turn_starts", "last", "prefix_lens")
     return Rows(
         index=np.arange(size, dtype=np.int32),
         seeds=numbers(size, 2).astype(np.uint32),

@@ -1,0 +1,26 @@
+"""A finished run's own configuration as a configuration file, --config=RUN/config.json."""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config import check_version
+from specrl_jax.config.fields import FIELDS
+from specrl_jax.config.kinds import flatten
+from specrl_jax.inputs import read_json
+
+ORIGIN = "resume_from"  # of the command line: the checkpoint that a run began with
+
+
+def get_config(path: str) -> ConfigDict:
+    """Return the configuration that a run has saved; ValueError in one line for another file."""
+    values = read_json(Path(path))
+    values.pop(ORIGIN, None)
+    config = ConfigDict(values)
+    check_version(dict(flatten(config)), FIELDS, path)
+    return config
+
+
+def origin(path: Path) -> str:
+    """Return the RUN@STEP that a run began with; "" where it began anew."""
+    return str(read_json(path).get(ORIGIN, ""))

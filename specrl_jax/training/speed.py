@@ -1,0 +1,54 @@
+"""Speed of a step, the memory that it took, and the run's tokens and seconds so far."""
+
+from collections.abc import Mapping
+
+import jax
+
+from specrl_jax.compile import chips
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import param_count
+from specrl_jax.training.state import Run, RunState
+
+
+def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a finished step; add it to the totals in `state`.
+
+    values: the step's other metrics and seconds.
+    """
+    generated = values["rollout/tokens_generated"]
+    step_seconds = values["time/step"]
+    state.tokens_generated += int(generated)
+    state.seconds += step_seconds
+    metrics = {
+        "data/tokens_generated": state.tokens_generated,
+        "time/total": state.seconds,
+        "speed/tokens": (generated + values["rollout/tokens_reused"]) / step_seconds,
+        "speed/tokens_generated": generated / values["time/rollout"],
+    }
+    devices = {*run.rollout_mesh.devices.flat, *jax.sharding.get_mesh().devices.flat}
+    peak = sum(chips.peak_flops(device.device_kind) for device in devices)
+    if peak:
+        metrics["speed/mfu"] = model_flops(run.model, values) / (step_seconds * peak)
+    used = [x["peak_bytes_in_use"] for device in devices if (x := _memory(device))]
+    if used:
+        metrics["memory/peak"] = max(used) / 2**30
+    return metrics
+
+
+def model_flops(model: ModelConfig, values: Mapping[str, float]) -> float:
+    """Return the FLOPs of a step that has these metrics, as `telemetry.metrics` says."""
+    count = param_count(model)
+    if model.untied:  # the embeddings are looked up, and multiply nothing
+        count -= model.vocab_size * model.embed_dim
+    rollout = values["rollout/tokens_generated"] + values.get("rollout/tokens_verified", 0)
+    # Weights that are not trained need no gradient of their own.
+    update = 4 if model.lora else 6
+    return count * (2 * rollout + update * values.get("update/tokens", 0))
+
+
+def _memory(device: jax.Device) -> Mapping[str, int]:
+    """Return the allocator's figures of a device of this process; {} where there are none."""
+    if device.process_index != jax.process_index():
+        return {}
+    stats = device.memory_stats() or {}
+    return stats if "peak_bytes_in_use" in stats else {}
