@@ -28,7 +28,6 @@ from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import require_package
 from specrl_jax.rewards.scorers import SCORERS
-from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.training.build import make_responder
 from specrl_jax.training.evaluate import evaluate, figures, group_rewards
 from specrl_jax.training.responses import Responses, mean_by_function
@@ -107,11 +106,11 @@ def measure_task(
             answered = evaluate(spec, weights, batches, policy.noise(), responder)
             decoding = f"T={warmth:g}" if warmth else "greedy"
             same = {"task": task.name, "decoding": decoding, "prompts": len(encoded.lens)}
-            rows += [same | row for row in _rows(answered, spec)]
+            rows += [same | row for row in _rows(answered)]
     return rows
 
 
-def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, Any]]:
+def _rows(answered: Sequence[Responses]) -> list[dict[str, Any]]:
     """Return the figures, and the shares of responses that were cut or failed to score, if any."""
     by_name = figures(group_rewards(answered))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
@@ -123,7 +122,7 @@ def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, An
     failed = []
     for responses in answered:
         real = np.arange(responses.num_rows)
-        cut.append(~spec.ended(responses.tokens[real], responses.lens[real]))
+        cut.append(~responses.ended[real])
         failed.append(responses.rewards.failed[real])
     shares = {"cut at the limit": cut, "failed to score": failed}
     return rows + [

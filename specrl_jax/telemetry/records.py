@@ -192,6 +192,7 @@ class Recorded(NamedTuple):
     rewards: np.ndarray  # float32 [B]
     failed: np.ndarray  # bool [B]
     by_function: Mapping[str, np.ndarray]  # float32 [B] of each function of a sum
+    ended: np.ndarray  # bool [B], those that came to an end
     # Rewards, ends and roles [B, K] of episodes, as `training.episodes.Turns` has them.
     turns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
@@ -201,7 +202,6 @@ class RolloutRecords:
 
     share: of the prompts, in [0, 1]. One process of a run writes.
     decode: token ids → text, without special tokens.
-    ended: tokens int32 [B, R] and lens int32 [B] → bool [B], those that came to an end.
     """
 
     def __init__(
@@ -210,13 +210,11 @@ class RolloutRecords:
         share: float,
         *,
         decode: Callable[[list[int]], str],
-        ended: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
         self.active = share > 0  # False: there is nothing to write
         self._workdir = Path(workdir)
         self._share = share
         self._decode = decode
-        self._ended = ended
         self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
@@ -275,7 +273,6 @@ class RolloutRecords:
             "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
             "origin_steps": rollout.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
-            "ended": bool(self._ended(rollout.tokens[[row]], rollout.lens[[row]])[0]),
         }
 
     def token_ends(self, token_ids: list[int], text: str) -> list[int]:
@@ -314,6 +311,7 @@ def _scores(responses: Recorded, row: int) -> dict[str, Any]:
         "reward": _rounded(responses.rewards[row]),
         "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
         "failed": bool(responses.failed[row]),
+        "ended": bool(responses.ended[row]),
         "turns": [],
     }
     if responses.turns is not None:

@@ -61,9 +61,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._print_every = settings.print_every
         self._decode = run.responder.tokenizer.decode
         share = settings.rollouts if workdir is not None else 0.0
-        self._records = RolloutRecords(
-            folder, share, decode=self._decode, ended=run.rollout_spec.ended
-        )
+        self._records = RolloutRecords(folder, share, decode=self._decode)
 
     def restore(self, step: int, waiting: int = 0) -> None:
         """Remove records after `step`; at step 0 all, as step 0 is written again.
@@ -114,7 +112,7 @@ class RunLog(contextlib.AbstractContextManager):
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
             rewards = x.rewards
             on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
-            recorded = Recorded(*on_host, x.turns)
+            recorded = Recorded(*on_host, x.ended, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))

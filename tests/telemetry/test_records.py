@@ -26,12 +26,6 @@ from specrl_jax.types import Example, Prompts, Rollout
 
 # Token ids and their text; 0 pads, 1 and 2 end a response and leave no text.
 TEXTS = {0: "", 1: "", 2: "", 3: " ", 4: "3", 5: "1", 6: "4", 7: ">"}
-EOS = (1, 2)
-
-
-def ended(tokens, lens):
-    last = tokens[np.arange(len(lens)), lens - 1]
-    return (lens > 0) & np.isin(last, EOS)
 
 
 def decode(ids):
@@ -68,10 +62,11 @@ def make_rollout():
 REWARDS = np.array([1, 0.1, 0, 0], np.float32)
 FAILED = np.array([False, False, False, True])
 MATH = np.array([1, 0.2, 0, 0], np.float32)
+ENDED = np.array([True, False, True, False])
 
 
 def open_records(workdir, share=1.0, **overrides):
-    return RolloutRecords(workdir, share, **{"decode": decode, "ended": ended} | overrides)
+    return RolloutRecords(workdir, share, **{"decode": decode} | overrides)
 
 
 def write(out, step=7, epoch=2, **changes):
@@ -80,6 +75,7 @@ def write(out, step=7, epoch=2, **changes):
         "rewards": REWARDS,
         "failed": FAILED,
         "by_function": {"math": MATH},
+        "ended": ENDED,
     }
     prompts = changes.pop("prompts", make_prompts())
     kind = changes.pop("kind", "step")
@@ -94,6 +90,7 @@ def one_response(**changes):
         "rewards": REWARDS[:1],
         "failed": FAILED[:1],
         "by_function": {},
+        "ended": ENDED[:1],
     } | changes
 
 

@@ -140,14 +140,18 @@ class RolloutSpec:
         """
         return turn_ends(self.eos_ids, self.stop, tokens, xp)
 
-    def ended(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    def ended(
+        self, tokens: np.ndarray, lens: np.ndarray, turn_starts: np.ndarray | None = None
+    ) -> np.ndarray:
         """Mark the responses that end with a stop token or text, bool [B]; others were cut off.
 
-        tokens: int32 [B, R]; lens: int32 [B].
+        tokens: int32 [B, R]; lens: int32 [B]; turn_starts: int32 [B], tokens before each one's last
+        turn; None: they have one turn.
         """
+        first = np.zeros_like(lens) if turn_starts is None else turn_starts
         positions = lens[:, None] - 1 + np.arange(-self.stop_window, 1)
         last = np.take_along_axis(tokens, np.maximum(positions, 0), axis=1)
-        return self.turn_ends(np.where(positions < 0, NOTHING, last), np)[:, 0]
+        return self.turn_ends(np.where(positions < first[:, None], NOTHING, last), np)[:, 0]
 
     def check_max_rows(self) -> None:
         """Raise ValueError if `max_rows` is less than one row per shard of the batch."""
