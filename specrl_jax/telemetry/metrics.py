@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/overlong": ("mean penalty for length, part of the trained rewards", "reward"),
     # Responses of the rollout, and where their tokens come from
     "rollout/response_len_mean": ("response length, end of sequence included", "tokens"),
-    "rollout/truncated_fraction": ("share of responses without end of sequence", "1"),
+    "rollout/truncated_fraction": ("share of responses that the length cut", "1"),
     "rollout/tokens_generated": ("response tokens not reused, forced or copied", "tokens"),
     "rollout/tokens_reused": ("response tokens accepted from earlier responses", "tokens"),
     "rollout/tokens_forced": ("response tokens that an environment gave", "tokens"),

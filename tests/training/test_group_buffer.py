@@ -66,6 +66,7 @@ class Play:
         starts = G - trained if len(owners) == trained else 0
         assert owners == [(group.prompt_id, starts + i) for i in range(len(owners))]
         assert group.rewards == tuple(self.rewards[owner] for owner in owners)
+        assert group.ended == tuple(reward > 0 for reward in group.rewards)
 
     def all_rewards(self, name: str) -> list[float]:
         return [x for (owner, _), x in sorted(self.rewards.items()) if owner == name]
