@@ -56,6 +56,7 @@ class Episode:
     """An episode of a taskset; `load_taskset` makes a class for each."""
 
     contained = False  # the package speaks HTTP within this process
+    pays_at_end = True
 
     name = ""
 
@@ -92,6 +93,22 @@ class Episode:
         only_tools = all(message["role"] == "tool" for message in news)
         return Step(text, role="tool" if only_tools else "user")
 
+    def score(self) -> float:
+        """Return what the package pays for the turns so far, as after its own limit of turns.
+
+        0 before the first turn.
+        """
+        if isinstance(self._first, float):
+            return self._first
+        if not self._chat.trace.num_turns:
+            return 0.0
+        self._chat.trace.stop("max_turns")  # the package drops the answer that comes then
+        self._loop.call_soon_threadsafe(self._turns.put_nowait, "")
+        news = self._wait()
+        if not isinstance(news, float):
+            raise RuntimeError("the episode goes on after its end")
+        return news
+
     def _wait(self) -> list[dict[str, str]] | float:
         """Return the messages of the next request that are new, or the reward at the end."""
         news = self._news.get()
@@ -112,7 +129,11 @@ class Episode:
         task_type = type(env.taskset).task_type()
         data = task_type.data_type().model_validate(task)
         played = task_type(data, env.config.taskset.task)
-        async with self._model() as model, _in_this_process(env, played), env.serving():
+        async with (
+            self._model() as model,
+            _in_this_process(env, played) as self._chat,
+            env.serving(),
+        ):
             episode = await env.run_episode(played, model)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
@@ -323,8 +344,8 @@ async def _call(tools: Mapping[str, tuple[dict, Callable]], call: dict) -> dict[
 
 
 @contextlib.asynccontextmanager
-async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator[None]:
-    """Have the environment's agent run in this process, and the tools that may."""
+async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator["_ChatLoop"]:
+    """Have the environment's agent run in this process, and the tools that may; give its loop."""
     role = _role(env.config.taskset.id)
     loop = _ChatLoop(getattr(env.config, role).harness)
     loop.tools = {}
@@ -348,7 +369,7 @@ async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator[None]:
                     await toolset.setup_task(task.data)
                 loop.tools[toolset.server_name] = _serve(toolset, loop)
             owner.toolsets = lambda config, served=elsewhere: served
-        yield
+        yield loop
 
 
 def _serve(toolset: vf.Toolset, loop: _ChatLoop) -> MCPServer:
