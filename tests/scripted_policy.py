@@ -74,7 +74,7 @@ def play(pool, problems, script, *, slots=400, max_turns=8, stop=(), prompt="?",
     spec = make_spec(slots=slots, group=1, eos=(END,), stop=automaton, turns=True)
     examples = [make_example(prompt, *problem) for problem in problems]
     prompts = encode_prompts(examples, TOKENIZER, 64)
-    settings = {"thought_tags": TAGS, "stop": stop} | settings
+    settings = {"thought_tags": TAGS, "stop": automaton} | settings
     responder = Responder(pool, TOKENIZER, max_turns=max_turns, **settings)
     rollout = Script(spec, script)
     episodes = Episodes(responder, prompts, rollout, Stopwatch())

@@ -10,6 +10,7 @@ from small_runs import line_of, small_config
 
 from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.reading import Reading
+from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.build import make_responder
 from specrl_jax.training.responses import Responder
 
@@ -190,7 +191,8 @@ def test_a_thinking_policy_calls_and_answers_after_its_thoughts():
 
 
 def test_a_reading():
-    reader = Responder(None, TOKENIZER, thought_tags=TAGS, stop=(";",))
+    stop = StopStrings.of((";",), TOKENIZER.token_texts())
+    reader = Responder(None, TOKENIZER, thought_tags=TAGS, stop=stop)
 
     def read(text, *more):
         return reader.read(np.array(TOKENIZER.encode(text), np.int32), *more)
