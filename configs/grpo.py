@@ -164,7 +164,7 @@ def base() -> ConfigDict:
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off
     algorithm.importance_cap = 0.0  # TIS: cap of the weight π / what a token came from; 0: off
     algorithm.keep_sampling_mask = False  # log-probs among the tokens that rollout.top_k allowed
-    algorithm.mask = mask = ConfigDict()  # tokens without gradient, by r = π_train / π_rollout
+    algorithm.mask = mask = ConfigDict()  # tokens without gradient; r is π_train / π_rollout
     mask.token_low = 0.0  # a token's r below this; IcePop 0.5; 0: off, as below
     mask.token_high = 0.0  # a token's r above this; IcePop 5
     mask.row_low = 0.0  # a response's geometric mean of r below this; SkyRL 0.99
@@ -173,6 +173,7 @@ def base() -> ConfigDict:
     mask.outlier_high = 0.0  # any r of a response above this; SkyRL 100
     mask.negative_kl = 0.0  # KL of a response of negative advantage above this: DeepSeek-V3.2
     mask.binary_kl = 0.0  # either KL of token against all others above this; KPop 0.1
+    mask.truncated = False  # all of a response that the length cut; its reward stays in the group's
     algorithm.dynamic_sampling = False  # DAPO: sample until a whole batch of groups has signal
     algorithm.max_gen_batches = 10  # at most so many rollouts a step (dynamic_sampling, speed)
 

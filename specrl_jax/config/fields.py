@@ -102,7 +102,10 @@ TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
 ANSWER_PART = When(
     "reward.name",
-    lambda c: load("rewards.scorers:reads_answer_part")(c.reward.name, c.reward.extract),
+    lambda c: (
+        c.environment.name
+        or load("rewards.scorers:reads_answer_part")(c.reward.name, c.reward.extract)
+    ),
     "math",
 )
 OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")
@@ -261,8 +264,8 @@ FIELDS: dict[str, Field] = {
     "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=NEW_RUN),
     "reward.keep_stop": _row(SWITCH, STOP, idle=True, may_change=NEW_RUN),
     "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=NEW_RUN),
-    "reward.thought_tags": _row(TEXT, ONE_TURN, ANSWER_PART, idle="", may_change=NEW_RUN),
-    "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=NEW_RUN, task=""),
+    "reward.thought_tags": _row(TEXT, ANSWER_PART, idle="", may_change=NEW_RUN),
+    "reward.extract": _row(TEXT, may_change=NEW_RUN, task=""),
     # -- the rollout -------------------------------------------------------------------------------
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
@@ -332,6 +335,7 @@ FIELDS: dict[str, Field] = {
     "algorithm.mask.outlier_high": _row(OFF_OR_ABOVE_ONE, may_change=NEW_RUN),
     "algorithm.mask.negative_kl": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.mask.binary_kl": _row(WEIGHT, may_change=NEW_RUN),
+    "algorithm.mask.truncated": _row(SWITCH, BY_TOKEN, idle=False, may_change=NEW_RUN),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
     "critic.kind": _row(key_of("models.transformer:CRITIC_KINDS", "none")),

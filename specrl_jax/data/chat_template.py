@@ -110,21 +110,19 @@ class ChatTemplate:
 
 
 # Turns of a policy that many templates change, by what they change.
-_TURNS = {
-    "a plain turn": "a",
-    "blanks at the ends of a turn": "\n a \n",
-    "a thought": "<think>\na\n</think>\n\na",
-}
+_TURNS = {"a plain turn": "a", "blanks at the ends of a turn": "\n a \n"}
 
 
-def changed_turns(tokenizer: Any, source: str) -> str:
+def changed_turns(tokenizer: Any, source: str, thought_tags: Iterable[tuple[str, str]]) -> str:
     """Say in one line which turns a chat template changes once others follow; "" where none.
 
     The ids of a whole chat are compared with those of a row: the prompt, and each turn, as it was
-    said and with its end, followed by `encode_turn`. source: whose template it is.
+    said and with its end, followed by `encode_turn`. source: whose template it is. thought_tags:
+    pairs of an opening and a closing tag.
     """
     changed = []
-    for name, turn in _TURNS.items():
+    thoughts = {f"a thought in {x}": f"{x}\na\n{y}\n\na" for x, y in thought_tags}
+    for name, turn in (_TURNS | thoughts).items():
         for role in tokenizer.turn_roles:
             if change := _change(tokenizer, turn, role):
                 changed.append(f"{name}, before the role {role}, {change}")

@@ -1,9 +1,10 @@
 """Episodes that live in worker processes: responses in, the environment's answers out.
 
 `EnvironmentPool` takes the name of an environment. `begin` gives an `Episode` for each problem,
-`submit` hands over the policy's responses, `collect` waits for answers, `end` frees the processes.
-An environment that raises, hangs or dies costs its own episode. Where a process ends for another
-reason, replayable environments are played again from their responses; the episodes of others fail.
+`submit` hands over the policy's responses, or asks what an episode is worth so far, `collect` waits
+for answers, `end` frees the processes. An environment that raises, hangs or dies costs its own
+episode. Where a process ends for another reason, replayable environments are played again from
+their responses; the episodes of others fail.
 """
 
 import contextlib
@@ -37,11 +38,17 @@ class Episode:
     worker: Worker
     home: Connection | None = None  # to the worker whose process holds it
     responses: list[str] = field(default_factory=list)
+    scores: bool = False  # there are no more: what it is worth so far is asked for
     reward: float = 0.0  # of its turns
     number: int = -1  # of the last request
     tries: int = 0  # processes that have ended while it waited for the answer to come
     waits: bool = False  # for an answer
     answer: Result | None = None  # that has come, and that nobody has collected
+
+    @property
+    def calls(self) -> int:
+        """Number of calls of the environment so far."""
+        return len(self.responses) + self.scores
 
 
 class EnvironmentPool(WorkerPool):
@@ -54,6 +61,8 @@ class EnvironmentPool(WorkerPool):
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
     readable: paths that an episode may read besides Python and libraries, with : between them.
     on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or the policy is told.
+    extract: a regular expression; group 1 of its last match in a response is what a step gets, ""
+      where there is none.
     """
 
     def __init__(
@@ -66,20 +75,25 @@ class EnvironmentPool(WorkerPool):
         threshold: float = 0.0,
         readable: str = "",
         on_timeout: str = "end",
+        extract: str = "",
     ):
-        loaded = environment_process.load(name)  # a mistake is raised here
+        loaded = environment_process.load(name, extract)  # a mistake is raised here
         if on_timeout == TELL and loaded.after_timeout is None:
             raise ValueError(
                 f"environment.on_timeout must be {END} where environment.name is {name}, got "
                 f"{TELL!r}: its class must say replayable or after_timeout, see docs/agents.md"
             )
-        settings = Settings(name, float(timeout), int(memory_mib), loaded.contained)
+        limits = (float(timeout), int(memory_mib))
+        settings = Settings(name, *limits, loaded.contained, extract)
         settings = settings._replace(readable=parse_readable(readable))
         program = environment_process.__name__
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")
         self.replayable = loaded.replayable  # answers depend on responses alone, and come soon
         self._after_timeout = loaded.after_timeout if on_timeout == TELL else None
+        self.reads_whole = loaded.reads_whole  # responses with their thoughts
+        self.scores = loaded.scores  # it says what an episode is worth that a bound cuts short
+        self.pays_at_end = loaded.pays_at_end  # such an episode has no reward, unless it scores
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._numbers = itertools.count()
@@ -103,15 +117,20 @@ class EnvironmentPool(WorkerPool):
             self._live.update(episodes)
             return episodes
 
-    def submit(self, episodes: Sequence[Episode], responses: Sequence[str]) -> None:
+    def submit(self, episodes: Sequence[Episode], responses: Sequence[str | None]) -> None:
         """Hand over the next response of each episode; it must not wait for an answer.
 
+        None in place of a response: there are no more, and the environment says what the episode
+        is worth so far; where `scores` alone.
         Raises ChildProcessError where no worker starts, RuntimeError where the pool is closed.
         """
         with self._lock:
             self._check_open()
             for episode, response in zip(episodes, responses, strict=True):
-                episode.responses.append(response)
+                if response is None:
+                    episode.scores = True
+                else:
+                    episode.responses.append(response)
                 episode.tries = 0
                 episode.waits = True
             self._request(episodes)
@@ -153,14 +172,15 @@ class EnvironmentPool(WorkerPool):
             episode.number = next(self._numbers)
             self._episodes[episode.number] = episode
             goes_on = episode.home is not None
-            if not (goes_on or self.replayable or len(episode.responses) == 1):
+            if not (goes_on or self.replayable or episode.calls == 1):
                 self._answer(episode, Result(failure="its environment's process has ended"))
                 continue
             if not goes_on:
                 episode.home = self._start(episode.worker)
             problem = None if goes_on else episode.problem
-            responses = episode.responses[-1:] if goes_on else episode.responses
-            request = Request(episode.number, episode.key, problem, tuple(responses))
+            first = len(episode.responses) - (not episode.scores) if goes_on else 0
+            responses = tuple(episode.responses[first:])
+            request = Request(episode.number, episode.key, problem, responses, episode.scores)
             requests.setdefault(episode.home, []).append(request)
         self._send(requests)
 
@@ -196,7 +216,7 @@ class EnvironmentPool(WorkerPool):
         """Take the reports that have come; wait: at least one, or the end of a worker."""
         reports = []
         if wait:
-            turns = max((len(x.responses) for x in self._live if x.waits), default=1)
+            turns = max((x.calls for x in self._live if x.waits), default=1)
             patience = longest(self._timeout * turns) + GRACE_S  # seconds
             try:
                 reports.append(self._reports.get(timeout=patience))
@@ -231,11 +251,11 @@ class EnvironmentPool(WorkerPool):
         episode.home = None
         if not episode.waits:
             return False
-        if report.late and self._after_timeout is not None:
+        if report.late and self._after_timeout is not None and not episode.scores:
             self._tell(episode, report.result.failure)
             return False
         episode.tries += report.tries
-        may_begin = report.result is None and len(episode.responses) == 1
+        may_begin = report.result is None and episode.calls == 1
         if episode.tries < MAX_TRIES and (self.replayable or may_begin):
             return True
         ended = f"{episode.tries} processes of its environment ended"

@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import resource
 import select
 import sys
@@ -20,10 +21,11 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from specrl_jax.inputs import one_line, reason
+from specrl_jax.inputs import answer_pattern, one_line, reason
 from specrl_jax.rewards import containment, linux, worker_process
 from specrl_jax.rewards.environment_protocol import Environment, Step, check_step, take_step
 from specrl_jax.rewards.environments import ENVIRONMENTS, load_environment
+from specrl_jax.rewards.reading import extract as extract_answer
 from specrl_jax.rewards.time_limit import TimeLimit
 from specrl_jax.rewards.worker_process import CONTAINED, Result, Settings, checked
 
@@ -38,7 +40,13 @@ class Request(NamedTuple):
     number: int  # of the request, in its report
     episode: int
     problem: tuple | None  # answer, task, metadata, to begin with; None: the episode goes on
-    responses: Sequence[str]  # (): the episode is over, and there is no report
+    responses: Sequence[str]
+    scores: bool = False  # what the episode is worth so far is reported, after all responses
+
+    @property
+    def answers(self) -> int:
+        """Number of calls of the environment; 0: the episode is over, and there is no report."""
+        return len(self.responses) + self.scores
 
 
 class StepReport(NamedTuple):
@@ -59,10 +67,14 @@ class LoadedEnvironment(NamedTuple):
     replayable: bool
     shares: bool  # one process holds all episodes of a worker
     after_timeout: Step | None  # answer to a step that took too long; None: the episode is over
+    reads_whole: bool = False  # responses with their thoughts
+    scores: bool = False  # it says what an episode is worth so far
+    pays_at_end: bool = False  # an episode that is cut short has no reward, unless it scores
+    pattern: re.Pattern | None = None  # of `reward.extract`, for responses
 
 
-def load(name: str) -> LoadedEnvironment:
-    """Load the environment; ValueError in one line."""
+def load(name: str, extract: str = "") -> LoadedEnvironment:
+    """Load the environment; ValueError in one line. extract: `reward.extract`."""
     make = load_environment(name)
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
@@ -73,7 +85,23 @@ def load(name: str) -> LoadedEnvironment:
             after_timeout = check_step(own)
             if after_timeout.done:
                 raise ValueError("it is done")
-    return LoadedEnvironment(make, contained, replayable, trusted and replayable, after_timeout)
+    reads_whole = bool(getattr(make, "reads_whole", False))
+    if reads_whole and extract:
+        raise ValueError(
+            f'reward.extract must be "" where environment.name is {name}, which takes the whole '
+            f"response, got {extract!r}"
+        )
+    return LoadedEnvironment(
+        make,
+        contained,
+        replayable,
+        shares=trusted and replayable,
+        after_timeout=after_timeout,
+        reads_whole=reads_whole,
+        scores=callable(getattr(make, "score", None)),
+        pays_at_end=bool(getattr(make, "pays_at_end", False)),
+        pattern=answer_pattern(extract, "reward.extract"),
+    )
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -99,7 +127,7 @@ class _Template(worker_process.Template):
     """Hands requests to the keepers, and their reports to the parent."""
 
     def load(self) -> bool:
-        self._loaded = load(self._settings.name)
+        self._loaded = load(self._settings.name, self._settings.extract)
         make = self._loaded.make
         if hasattr(make, "prepare"):
             make.prepare()
@@ -127,7 +155,7 @@ class _Template(worker_process.Template):
         key = _SHARED if self._loaded.shares else request.episode
         held = self._held.get(key)
         known = held is not None and request.episode in held.numbers
-        if not request.responses:
+        if not request.answers:
             if known:
                 del held.numbers[request.episode]
                 held.waiting.append(request)
@@ -172,7 +200,7 @@ class _Template(worker_process.Template):
                 continue
             if held.conn is None:
                 self._start(held)
-            held.running = sum(bool(request.responses) for request in held.waiting)
+            held.running = sum(request.answers > 0 for request in held.waiting)
             with contextlib.suppress(OSError):  # its end is noticed as it is waited for
                 held.conn.send(held.waiting)
             held.waiting = []
@@ -239,9 +267,9 @@ class _Keeper:
         timeout = self.settings.timeout
         _write(self.request_fd, pickle.dumps(requests), TimeLimit(timeout))
         for request in requests:
-            if not request.responses:
+            if not request.answers:
                 continue
-            limit = TimeLimit(timeout, answers=len(request.responses))
+            limit = TimeLimit(timeout, answers=request.answers)
             line = self.reader.read(limit)
             if not line.endswith(b"\n"):
                 late = not self.reader.ended
@@ -288,10 +316,10 @@ def _live(
     with open(request_fd, "rb") as file, contextlib.suppress(EOFError):
         while True:
             for request in pickle.load(file):
-                if not request.responses:
+                if not request.answers:
                     environments.pop(request.episode, None)
                     continue
-                step = partial(_step, loaded.make, environments, request)
+                step = partial(_step, loaded, environments, request)
                 alone = not loaded.shares
                 result = worker_process.within_memory(cell, step, for_good=alone, hint=hint)
                 if os.getpid() != pid:  # a copy that the environment has forked
@@ -299,15 +327,16 @@ def _live(
                 reports.write(result.to_line())
 
 
-def _step(
-    make: Callable[[], Environment], environments: dict[int, Any], request: Request
-) -> Result:
+def _step(loaded: LoadedEnvironment, environments: dict[int, Any], request: Request) -> Result:
     if request.problem is not None:
         answer, task, metadata = request.problem
-        environment = make()
+        environment = loaded.make()
         environment.reset(answer=answer, task=task, metadata=metadata)
         environments[request.episode] = environment
     step = Step()
     for response in request.responses:
-        step = take_step(environments[request.episode], response)
+        answer = extract_answer(loaded.pattern, response) or ""
+        step = take_step(environments[request.episode], answer)
+    if request.scores:
+        return Result(checked(float(environments[request.episode].score())))
     return Result(checked(step.reward), step.done, step.observation, role=step.role)

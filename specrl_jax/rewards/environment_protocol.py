@@ -27,19 +27,29 @@ class Environment(Protocol):
     episode whose process ends unexpectedly is then played again. It may say `contained = False`:
     the class is trusted, and keeps the network and the files of its user. `starts_program = True`:
     it runs what a response says in a program of its own. A `prepare()` is called once, before the
-    processes of episodes are forked, to import what all of them need.
+    processes of episodes are forked, to import what all of them need. `reads_whole = True`: steps
+    get all of a response, its thoughts too.
 
     `after_timeout = Step(..)` says that an episode may go on after a step that took too long: with
     a new object, which `reset` begins, and whose files are gone. The step's observation tells the
     policy so. An episode of a replayable class goes on from before the turn, and needs no such
     step.
+
+    An episode that `environment.max_turns` or the length ends may be worth something so far: a
+    method `score()` is then called once, after the last step or before any, and returns a reward
+    beyond those of the steps. `pays_at_end = True` without it says that such an episode gets
+    nothing.
     """
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
         """Begin the episode of a problem."""
 
     def step(self, response: str) -> Step:
-        """Answer the policy's next response; an exception ends the episode with reward 0."""
+        """Answer the policy's next response; an exception ends the episode, the turn's reward is 0.
+
+        response: what follows its thoughts, "" where a thought is not closed; never one that the
+          length cut.
+        """
 
 
 def take_step(environment: Environment, response: str) -> Step:

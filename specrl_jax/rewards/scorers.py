@@ -4,7 +4,8 @@ A reward is a plain function `score(response, answer, task, metadata) -> float`,
 names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
 text, so `workers` runs it within limits of time and memory. A function of the user's that says
 `batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and gives
-as many scores.
+as many scores. One that names a parameter `ended` gets whether the response came to its end (a list
+where it takes lists): False where the length cut it.
 """
 
 import dataclasses
@@ -152,15 +153,17 @@ def load_scorer(name: str, format: str = "") -> Callable[..., float]:
         own = inspect.signature(scorer)
         if is_batched(scorer):
             wanted = {"responses": [], "answers": [], "tasks": [], "metadatas": []}
+            end = {"ended": []}
             advice = "with batched = True it must take (responses, answers, tasks, metadatas)"
         else:
             wanted = {"response": "", "answer": "", "task": "", "metadata": {}}
+            end = {"ended": True}
             advice = (
                 "call it from def score(response, answer, **_), as f(response, answer), or as "
                 "f([response], [answer])[0] where it takes lists"
             )
         try:
-            own.bind(**wanted)
+            own.bind(**wanted, **end if takes_ended(scorer) else {})
         except TypeError:
             raise ValueError(f"it takes {str(own)[:60]}; {advice}") from None
 
@@ -172,6 +175,15 @@ def load_scorer(name: str, format: str = "") -> Callable[..., float]:
     with one_line(f"reward.format must be a regular expression, got {format!r}"):
         pattern = re.compile(format or FORMAT, re.DOTALL)
     return functools.partial(function, format=pattern)
+
+
+def takes_ended(scorer: Callable) -> bool:
+    """Return whether a function names a parameter `ended`; **others alone do not ask for it."""
+    parameters = inspect.signature(scorer).parameters
+    return "ended" in parameters and parameters["ended"].kind in _BY_NAME
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def is_batched(scorer: Callable) -> bool:

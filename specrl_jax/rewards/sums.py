@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.inputs import one_line, reward_terms
-from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer
+from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer, takes_ended
 from specrl_jax.rewards.worker_process import MAX_SCORE
 from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
 from specrl_jax.types import FILLER_TASK
@@ -73,7 +73,7 @@ class RewardSum(contextlib.AbstractContextManager):
             pool.close()
 
     def score(self, responses: Sequence[str], *problems: Sequence) -> Rewards:
-        """Score B responses; problems: answers, tasks, metadatas, parts, see `RewardPool`."""
+        """Score B responses; problems: answers, tasks, metadatas and more, see `RewardPool`."""
         by_name = {name: pool.score(responses, *problems) for name, pool in self._pools.items()}
         total = np.zeros(len(responses))
         reasons = [""] * len(responses)
@@ -99,7 +99,7 @@ class BatchScorer:
     def close(self) -> None:
         """Do nothing."""
 
-    def score(self, responses, answers, tasks, metadatas, parts=None) -> Rewards:
+    def score(self, responses, answers, tasks, metadatas, parts=None, ended=None) -> Rewards:
         """Score B responses; their answer parts are not read.
 
         Raises ValueError in one line where the function does not give B numbers; nan is an answer
@@ -111,6 +111,8 @@ class BatchScorer:
             given = {
                 "responses": responses, "answers": answers, "tasks": tasks, "metadatas": metadatas,
             }  # fmt: skip
+            if takes_ended(self._function):
+                given["ended"] = [True] * len(responses) if ended is None else ended
             batch = {name: [values[i] for i in real] for name, values in given.items()}
             rule = f"return {len(real)} numbers for as many responses"
             with one_line(f"reward.name = {self._name} must {rule}"):

@@ -24,6 +24,7 @@ class Game:
     """A game; `load_game` makes a class for each. Its own reward ends it."""
 
     replayable = True  # it draws from the generators that `begin` seeds
+    pays_at_end = True
 
     name = ""
 
@@ -55,14 +56,42 @@ class Game:
         return "\n".join(text.strip() for _, text, kind in said if kind != move)
 
 
+class ScoredGame(Game):
+    """A game that says how far it has come."""
+
+    def begin(self, seed: int, options: dict[str, Any]) -> str:
+        first = super().begin(seed, options)
+        self._at_start = _worth(self._game)
+        return first
+
+    def score(self) -> float:
+        """Return what the game pays at its own last turn, 0 where it has come no further."""
+        worth = _worth(self._game)
+        return worth if worth > self._at_start else 0.0
+
+
+_WORTH = "_get_percentage_completion"  # what a game calls how far it has come
+_COUNTS = ("SetEnv",)  # classes of games that pay the score which they keep
+
+
+def _says_worth(game: type[textarena.Env]) -> bool:
+    return hasattr(game, _WORTH) or game.__name__ in _COUNTS
+
+
+def _worth(game: textarena.Env) -> float:
+    if hasattr(game, _WORTH):
+        return float(getattr(game, _WORTH)())
+    return float(game.state.game_state["score"])
+
+
 def load_game(name: str) -> type[Game]:
     """Return the environment of a game of the package. Raises ValueError in one line."""
     with one_line(f"a game of TextArena must be for one player and run here, got {name!r}"):
         if name not in ENV_REGISTRY:
             alike = [game for game in ENV_REGISTRY if game.startswith(f"{name}-v")]
             raise ValueError(f"there is {', '.join(alike[:3]) or 'no such game'}")
-        module, _, kind = ENV_REGISTRY[name].entry_point.partition(":")
-        if kind in _WRONG_REWARDS:
-            raise ValueError(_WRONG_REWARDS[kind])
-        importlib.import_module(module)
-    return type("Game", (Game,), {"name": name})
+        path, _, game = ENV_REGISTRY[name].entry_point.partition(":")
+        if game in _WRONG_REWARDS:
+            raise ValueError(_WRONG_REWARDS[game])
+        scored = _says_worth(getattr(importlib.import_module(path), game))
+    return type("Game", (ScoredGame if scored else Game,), {"name": name})

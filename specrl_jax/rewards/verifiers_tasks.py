@@ -55,6 +55,7 @@ class Episode:
     """An episode of a taskset; `load_taskset` makes a class for each."""
 
     contained = False  # the package speaks HTTP within this process
+    pays_at_end = True
 
     name = ""
 
@@ -69,7 +70,6 @@ class Episode:
         self._turns: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more
         self._news: queue.SimpleQueue[list[dict] | float | Exception] = queue.SimpleQueue()
         self._known = 0  # messages of the conversation
-        self._faults: dict[str, str] = {}  # why calls cannot be read, by their ids
         playing = self._play(task, options)
         self._thread = threading.Thread(target=asyncio.run, args=(playing,), daemon=True)
         self._thread.start()
@@ -91,6 +91,22 @@ class Episode:
         text = "\n".join(message["content"] for message in news)
         only_tools = all(message["role"] == "tool" for message in news)
         return Step(text, role="tool" if only_tools else "user")
+
+    def score(self) -> float:
+        """Return what the package pays for the turns so far, as after its own limit of turns.
+
+        0 before the first turn.
+        """
+        if isinstance(self._first, float):
+            return self._first
+        if not self._chat.trace.num_turns:
+            return 0.0
+        self._chat.trace.stop("max_turns")  # the package drops the answer that comes then
+        self._loop.call_soon_threadsafe(self._turns.put_nowait, "")
+        news = self._wait()
+        if not isinstance(news, float):
+            raise RuntimeError("the episode goes on after its end")
+        return news
 
     def _wait(self) -> list[dict[str, str]] | float:
         """Return the messages of the next request that are new, or the reward at the end."""
@@ -114,7 +130,7 @@ class Episode:
         played = task_type(data, env.config.taskset.task)
         async with (
             self._model() as model,
-            _in_this_process(env, played, self._faults),
+            _in_this_process(env, played) as self._chat,
             env.serving(),
         ):
             episode = await env.run_episode(played, model)
@@ -156,7 +172,7 @@ class Episode:
         if response is None:
             return web.json_response({"error": {"message": "no more turns"}}, status=400)
         said, faults = _parse_turn(response, bool(tools), self._known)
-        self._faults |= faults
+        self._chat.faults |= faults
         reason = "tool_calls" if "tool_calls" in said else "stop"
         choice = {"index": 0, "message": said, "finish_reason": reason}
         head = {"id": "policy", "object": "chat.completion", "created": 0, "model": "policy"}
@@ -273,7 +289,7 @@ class _ChatLoop(NullHarness):
     SUPPORTS_TOOL_INTERCEPTION = False
 
     tools: dict[str, MCPServer]  # that run in this process, by the prefix of their names
-    faults: Mapping[str, str]  # why calls cannot be read, by their ids
+    faults: dict[str, str]  # why calls cannot be read, by their ids
     trace: vf.Trace  # of the episode
 
     async def setup(self, runtime: vf.Runtime) -> None:
@@ -344,17 +360,12 @@ async def _connect(
 
 
 @contextlib.asynccontextmanager
-async def _in_this_process(
-    env: vf.Env, task: vf.Task, faults: Mapping[str, str]
-) -> AsyncIterator[None]:
-    """Have the environment's agent run in this process, and the tools that may.
-
-    faults: why calls cannot be read, by their ids.
-    """
+async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator["_ChatLoop"]:
+    """Have the environment's agent run in this process, and the tools that may; give its loop."""
     role = _role(env.config.taskset.id)
     loop = _ChatLoop(getattr(env.config, role).harness)
     loop.tools = {}
-    loop.faults = faults
+    loop.faults = {}
     set_up = env.setup
 
     async def set_up_loop(agents: vf.Agents) -> None:
@@ -375,7 +386,7 @@ async def _in_this_process(
                     await toolset.setup_task(task.data)
                 loop.tools[toolset.server_name] = _serve(toolset, loop)
             owner.toolsets = lambda config, served=elsewhere: served
-        yield
+        yield loop
 
 
 def _serve(toolset: vf.Toolset, loop: _ChatLoop) -> MCPServer:

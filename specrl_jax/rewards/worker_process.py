@@ -8,7 +8,6 @@ the pipe to the run. `workers` is the other end of that pipe. `environment_proce
 whose processes last for an episode. No JAX.
 """
 
-import collections
 import contextlib
 import gc
 import itertools
@@ -27,10 +26,10 @@ from typing import BinaryIO, NamedTuple, NoReturn
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environment_protocol import MAX_OBSERVATION, ROLES
-from specrl_jax.rewards.scorers import find_scorer, load_scorer
+from specrl_jax.rewards.reading import extract as extract_answer
+from specrl_jax.rewards.scorers import find_scorer, load_scorer, takes_ended
 from specrl_jax.rewards.time_limit import TimeLimit
 
-MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
 CONTAINED = (  # after an error of the system, in a user's own function or class
@@ -73,7 +72,7 @@ class Result(NamedTuple):
 class Loaded(NamedTuple):
     """Scorer as the workers run it."""
 
-    score: Callable[..., Result]  # of a response and its problem
+    score: Callable[..., Result]  # of a response, its problem and whether it ended
     contained: bool  # False: the user's function says `contained = False`
     # Tasks whose answers need a process of their own, as their text may be executed; None: all.
     alone: frozenset[str] | None
@@ -85,14 +84,18 @@ def load(name: str, extract: str, format: str) -> Loaded:
     scorer = load_scorer(name, format)
     pattern = answer_pattern("" if known.reads_whole else extract, "reward.extract")
 
-    def score(response: str | None, answer: str, task: str, metadata: dict) -> Result:
-        if pattern and response is not None:
-            last = collections.deque(pattern.finditer(response[-MAX_SEARCH:]), maxlen=1)
-            answer_part = last[0][1] if last else None
-            response = None if answer_part is None else answer_part.strip()
+    wants_ended = takes_ended(scorer)
+
+    def score(
+        response: str | None, answer: str, task: str, metadata: dict, ended: bool = True
+    ) -> Result:
+        response = extract_answer(pattern, response)
         if response is None:
             return Result()
-        reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
+        problem = {"answer": answer, "task": task, "metadata": metadata}
+        if wants_ended:
+            problem["ended"] = ended
+        reward = scorer(response=response, **problem)
         return Result(checked(float(reward)))
 
     contained = bool(getattr(scorer, "contained", True))

@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 class Rewards:
     """Rewards of B responses, in the order they were given."""
 
-    rewards: np.ndarray  # float32 [B], 0 where failed
+    # float32 [B], 0 where failed; of an episode what its turns before had been paid
+    rewards: np.ndarray
     failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died, gave no number
     reasons: tuple[str, ...]  # B texts, "" unless failed
     # The rewards of each function of a sum, float32 [B], before weights and threshold.
@@ -199,15 +200,18 @@ class RewardPool(WorkerPool):
         tasks: Sequence[str],
         metadatas: Sequence[dict],
         parts: Sequence[str | None] | None = None,
+        ended: Sequence[bool] | None = None,
     ) -> Rewards:
         """Score B responses.
 
         parts: the responses' answer parts, for scorers that read no more; None: a response without
           an answer. Left out, they are the whole responses.
+        ended: whether each response came to its end, for functions that ask. Left out, all did.
         Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
         """
         texts = parts if self._reads_part and parts is not None else responses
-        items = list(zip(texts, answers, tasks, metadatas, strict=True))
+        ended = [True] * len(responses) if ended is None else ended
+        items = list(zip(texts, answers, tasks, metadatas, ended, strict=True))
         with self._lock:
             self._check_open()
             if self._workers:

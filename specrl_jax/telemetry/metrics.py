@@ -45,7 +45,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/response_len_mean": ("response length, end of sequence included", "tokens"),
     "rollout/response_len_min": ("shortest response of the step", "tokens"),
     "rollout/response_len_max": ("longest response of the step", "tokens"),
-    "rollout/truncated_fraction": ("share of responses without end of sequence", "1"),
+    "rollout/truncated_fraction": ("share of responses that the length cut", "1"),
     "rollout/tokens_generated": ("response tokens not reused, forced or copied", "tokens"),
     "rollout/tokens_reused": ("response tokens accepted from earlier responses", "tokens"),
     "rollout/tokens_forced": ("response tokens that an environment gave", "tokens"),

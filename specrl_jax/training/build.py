@@ -103,8 +103,6 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
     environment = config.environment
     stop = make_stop_strings(config, tokenizer)
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
-    if reads_answer_part(settings.name, settings.extract) and not environment.name:
-        _check_tags(settings, tags, tokenizer)
     limits = {
         "timeout": settings.timeout,
         "memory_mib": settings.memory_mib,
@@ -113,13 +111,20 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         "readable": settings.readable,
     }
     if environment.name:
-        source = config.tokenizer.source or config.model.source
-        if changed := changed_turns(tokenizer, source):
-            print(f"environment: {changed}", flush=True)
-        pool = EnvironmentPool(environment.name, on_timeout=environment.on_timeout, **limits)
+        pool = EnvironmentPool(
+            environment.name,
+            extract=settings.extract,
+            on_timeout=environment.on_timeout,
+            **limits,
+        )
+        reads_thoughts = pool.reads_whole
+        _describe_environment(config, pool, tokenizer, tags)
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
+        reads_thoughts = not reads_answer_part(settings.name, settings.extract)
+    if not reads_thoughts:
+        _check_tags(settings, tags, tokenizer)
     return Responder(
         pool,
         tokenizer,
@@ -130,6 +135,22 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
+
+
+def _describe_environment(
+    config, pool: EnvironmentPool, tokenizer: Tokenizer, tags: ThoughtTags
+) -> None:
+    """Print which turns a template changes, and whether episodes that are cut short get nothing."""
+    source = config.tokenizer.source or config.model.source
+    if changed := changed_turns(tokenizer, source, tags.pairs):
+        print(f"environment: {changed}", flush=True)
+    if pool.pays_at_end and not pool.scores:
+        print(
+            f"environment: {config.environment.name} pays at the end of an episode and does not "
+            "say what it is worth before: one that environment.max_turns or rollout.response_len "
+            "ends has no reward",
+            flush=True,
+        )
 
 
 def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:

@@ -50,6 +50,8 @@ class TrainBatch:
     # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     turns: Turns | None = None  # of episodes; None where groups wait
+    # bool [Q * G], responses that came to an end; the length cut the others. None: all came
+    ended: np.ndarray | None = None
 
 
 class WholeRollout:
@@ -110,6 +112,7 @@ class WholeRollout:
                 for name, values in rewards.by_function.items()
             },
             turns=responses.turns,
+            ended=responses.ended,
         )
 
 
@@ -233,14 +236,15 @@ class WaitingGroups(WholeRollout):
     def observe(self, state: RolloutState, responses: Responses) -> None:
         super().observe(state, responses)
         ids = [example.base_id for example in responses.prompts.examples]
-        state.groups.add(ids, responses.group_rewards)
+        ended = responses.ended[: responses.num_rows].reshape(-1, responses.group_size)
+        state.groups.add(ids, responses.group_rewards, ended)
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         size = run.trained_group_size
         filler = rollouts[0].prompts.examples[0].base_id
         groups, metrics = state.groups.take_batch(filler)
-        row_ids, rewards = pick_rows(groups, size)
+        row_ids, rewards, ended = pick_rows(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
         rollout = assemble(sources, row_ids)
         lens = hosts.fetch(rollout.lens)
@@ -249,7 +253,7 @@ class WaitingGroups(WholeRollout):
         state.groups.kept_rows = assemble(sources, state.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         metrics |= Stats.total([x.result.stats for x in rollouts]).metrics()
-        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch)
+        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch, ended=ended)
 
 
 # A run has the first that its configuration asks for. `config.cross_rules` refuses a configuration

@@ -5,6 +5,9 @@ of sequence, and between them what the environment answered. The environment's t
 never sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts
 change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
+A turn that the length cut is not handed over: its environment does not see it. What an episode is
+worth that such a cut or `max_turns` has ended is asked for, where the environment says so.
+
 Rows need not be in the same turn. Once no more than a share of them still generates, or waits for
 its environment (`allow_unfinished`), all others go on. Replayable environments are always waited
 for, so that no clock decides which rows are computed together.
@@ -19,6 +22,7 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.inputs import reason
+from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.worker_process import Result
 from specrl_jax.rewards.workers import Rewards
 from specrl_jax.rollout.generate import RolloutResult
@@ -72,7 +76,11 @@ class Episodes:
         self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)  # for the environment
+        self.cut = np.zeros(rows, bool)  # by the length, in a turn or before an answer
+        self.to_score: list[int] = []  # rows that a bound has ended, to be asked for in `_step`
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
+        # Turns in a thought that the prompt, or the answer before them, has opened.
+        self.in_thought = np.repeat(responder.begins_thoughts(prompts), rollout.spec.group_size)
         self.own = hosts.own_part(rows)  # rows whose environments this process runs
         problems = zip(*problems_of(prompts, range(rows)[self.own], rows))
         self.handles = responder.pool.begin(list(problems))  # of the own rows' episodes
@@ -87,7 +95,8 @@ class Episodes:
             with self.clock.timed("time/rollout"):
                 self.rollout.go_on(answers, self.over)
         self.responder.pool.end(self.handles)
-        rewards = Rewards.make_whole(self.totals, self.reasons)
+        failed = np.array([bool(reason) for reason in self.reasons], np.bool_)
+        rewards = Rewards(self.totals, failed, tuple(self.reasons))
         return self.rollout.result(), rewards, self.turns
 
     def _answer(
@@ -103,6 +112,7 @@ class Episodes:
             answers |= self._step([], tokens, lens)
         for row, ids in answers.items():
             self.turn_starts[row] = lens[row] + len(ids)
+            self.in_thought[row] = self.responder.opens_thought(ids)
         return answers
 
     def _step(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
@@ -110,28 +120,59 @@ class Episodes:
 
         Returns the token ids of the answers by row, where rows go on.
         """
-        self.waits[rows] = True
-        self.turns.ends[rows, self.turns.counts[rows]] = lens[rows]
-        own = [row for row in rows if row in range(len(lens))[self.own]]
-        texts = [self.responder.text(tokens[row, self.turn_starts[row] : lens[row]]) for row in own]
+        turns = self._finish_turns(rows, tokens, lens)
+        requests = turns | dict.fromkeys(self.to_score)
+        self.to_score = []
         with self.clock.timed("time/environment"):
-            parts = hosts.gather_results(functools.partial(self._step_own, own, texts))
+            parts = hosts.gather_results(functools.partial(self._step_own, requests))
         answers = {}
         for row, answer in sorted(itertools.chain(*(part.items() for part in parts))):
+            self._watch(row, answer)
             ids = self._take(row, answer, tokens, lens)
-            self.waits[row] = False
-            self.over[row] = ids is None
             if ids is not None:
                 answers[row] = ids
         return answers
 
-    def _step_own(self, rows: list[int], texts: list[str]) -> dict[int, Result]:
-        """Submit the turns of this process's rows; return the answers that are ready, by row."""
+    def _finish_turns(
+        self, rows: list[int], tokens: np.ndarray, lens: np.ndarray
+    ) -> dict[int, Reading]:
+        """Note the ends of these rows' turns; return those that the length did not cut, by row."""
+        self.turns.ends[rows, self.turns.counts[rows]] = lens[rows]
+        ended = self.spec.ended(tokens[rows], lens[rows], self.turn_starts[rows])
+        turns = {}
+        for row, has_ended in zip(rows, ended):
+            ids = tokens[row, self.turn_starts[row] : lens[row]]
+            turn = self.responder.read(ids, has_ended, self.in_thought[row])
+            self._watch(row, turn)
+            if has_ended:
+                turns[row] = turn
+                self.waits[row] = True
+            else:
+                self.cut[row] = True
+                self._cut_short(row)
+        return turns
+
+    def _cut_short(self, row: int) -> None:
+        """Have an episode that a bound ends scored, where its environment can say its worth."""
+        self.waits[row] = self.responder.pool.scores
+        self.over[row] = not self.waits[row]
+        if self.waits[row]:
+            self.to_score.append(row)
+
+    def _step_own(self, requests: dict[int, Reading | None]) -> dict[int, Result]:
+        """Submit what is asked of this process's environments; return the answers that are ready.
+
+        requests: turns by row; None: there are no more, and the episode is scored. The answers are
+        by row, too.
+        """
         pool = self.responder.pool
         first = self.own.start
         over = np.flatnonzero(self.over[self.own]).tolist()
         pool.end([self.handles[i] for i in over])
-        pool.submit([self.handles[row - first] for row in rows], texts)
+        own = [row for row in sorted(requests) if row in range(len(self.over))[self.own]]
+        turns = [requests[row] for row in own]
+        said = [None if turn is None else turn.seen(pool.reads_whole) for turn in turns]
+        pool.submit([self.handles[row - first] for row in own], said)
         in_progress = len(self.handles) - len(over)
         unfinished = in_progress - np.sum(self.waits[self.own])
         most_waiting = 0
@@ -144,29 +185,41 @@ class Episodes:
         self, row: int, answer: Result, tokens: np.ndarray, lens: np.ndarray
     ) -> list[int] | None:
         """Note the reward of a turn; return the tokens to go on with, None after the last."""
-        self._note(row, answer.reward, answer.failure)
-        is_last = self.turns.counts[row] >= self.responder.max_turns
-        ended = self.spec.ended(tokens[[row]], lens[[row]], self.turn_starts[[row]])[0]
-        if answer.done or is_last or not ended:
+        self.waits[row] = False
+        self._note(row, answer)
+        if answer.done or answer.failure:
+            self.over[row] = True
+            return None
+        if self.turns.counts[row] >= self.responder.max_turns:
+            self._cut_short(row)
             return None
         has_end = tokens[row, lens[row] - 1] in self.spec.eos_ids
         try:
             ids = self.responder.tokenizer.encode_turn(answer.observation, has_end, answer.role)
         except ValueError as error:  # a character that the policy has no token for
-            self._note(row, 0.0, reason(error))
+            self.reasons[row] = reason(error)
+            self.over[row] = True
             return None
         if lens[row] + len(ids) >= self.spec.response_slots:
+            self.cut[row] = True
+            self._cut_short(row)
             return None
         self.turns.roles[row, self.turns.counts[row] - 1] = answer.role
         return ids
 
-    def _note(self, row: int, total: float, reason: str) -> None:
-        """Note the total reward of a row's turns so far; reason: why it failed, "" if it did not.
+    def _note(self, row: int, answer: Result) -> None:
+        """Note the total reward of a row's turns so far; a failure leaves it as it was.
 
         The last turn gets the total less the rewards of the turns before.
         """
+        self.reasons[row] = answer.failure
+        if answer.failure:
+            return
         rewards = self.turns.rewards[row]
         last = self.turns.counts[row] - 1
-        rewards[last] = total - np.sum(rewards[:last])
-        self.totals[row] = total
-        self.reasons[row] = reason
+        rewards[last] = answer.reward - np.sum(rewards[:last])
+        self.totals[row] = answer.reward
+
+    def _watch(self, row: int, said: Reading | Result) -> None:
+        if self.responder.watch is not None:
+            self.responder.watch(row, said)

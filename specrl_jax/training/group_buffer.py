@@ -29,6 +29,20 @@ class Group:
     prompt_id: str
     row_ids: tuple[tuple[int, int], ...] = ()  # (rollout, row) of each response
     rewards: tuple[float, ...] = ()
+    ended: tuple[bool, ...] = ()  # False: the length cut the response
+
+    def joined(self, part: "Group") -> "Group":
+        """Return the group with a further part of its responses."""
+        return Group(
+            self.prompt_id,
+            self.row_ids + part.row_ids,
+            self.rewards + part.rewards,
+            self.ended + part.ended,
+        )
+
+    def without_first(self, count: int) -> "Group":
+        """Return the group without so many of its first responses."""
+        return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
 def part_size(config) -> int:
@@ -109,19 +123,23 @@ class GroupBuffer(StatePart):
             and len(self.unfinished) <= self.num_rows // self.part_size
         )
 
-    def add(self, prompt_ids: Sequence[str], rewards: np.ndarray) -> None:
-        """Add the next rollout: rewards [groups, part_size], of new groups or further parts."""
+    def add(self, prompt_ids: Sequence[str], rewards: np.ndarray, ended: np.ndarray) -> None:
+        """Add the next rollout, of new groups or of further parts.
+
+        rewards: [groups, part_size]. ended: bool [groups, part_size], responses that were not cut.
+        """
         self.gen_batches += 1
-        for number, (prompt_id, row) in enumerate(zip(prompt_ids, rewards.tolist(), strict=True)):
+        parts = zip(prompt_ids, rewards.tolist(), ended.tolist(), strict=True)
+        for number, (prompt_id, row, ends) in enumerate(parts):
             first = number * self.part_size
             row_ids = tuple((self.gen_batches, first + i) for i in range(len(row)))
-            self._add(Group(prompt_id, row_ids, tuple(row)))
+            self._add(Group(prompt_id, row_ids, tuple(row), tuple(ends)))
 
     def _add(self, part: Group) -> None:
         name = part.prompt_id
         self.busy.add(name)
         begun = self.unfinished.get(name, Group(name))
-        group = Group(name, begun.row_ids + part.row_ids, begun.rewards + part.rewards)
+        group = begun.joined(part)
         if len(group.rewards) == self.group_size:
             self.unfinished.pop(name, None)
             self._finish(group)
@@ -137,7 +155,7 @@ class GroupBuffer(StatePart):
 
     def _finish(self, group: Group) -> None:
         first = self.group_size - trained_group_size(self.config)
-        group = Group(group.prompt_id, group.row_ids[first:], group.rewards[first:])
+        group = group.without_first(first)
         has_signal = min(group.rewards) < max(group.rewards)
         learns = has_signal or not self.config.algorithm.dynamic_sampling
         (self.ready if learns else self.no_signal).append(group)
@@ -184,16 +202,16 @@ class GroupBuffer(StatePart):
 
     def host(self) -> dict[str, list]:
         return {
-            "ready": [[x.prompt_id, x.rewards] for x in self.ready],
-            "unfinished": [[x.prompt_id, x.rewards] for x in self.unfinished.values()],
+            "ready": [[x.prompt_id, x.rewards, x.ended] for x in self.ready],
+            "unfinished": [[x.prompt_id, x.rewards, x.ended] for x in self.unfinished.values()],
         }
 
     def restore(self, host, arrays: Rollout | None) -> "GroupBuffer":
         kept_row = itertools.count()
 
-        def kept(prompt_id: str, rewards: Sequence[float]) -> Group:
+        def kept(prompt_id: str, rewards: Sequence[float], ended: Sequence[bool]) -> Group:
             row_ids = tuple((KEPT, next(kept_row)) for _ in rewards)
-            return Group(prompt_id, row_ids, tuple(rewards))
+            return Group(prompt_id, row_ids, tuple(rewards), tuple(ended))
 
         self.ready = [kept(*group) for group in host["ready"]]
         self.unfinished = {group[0]: kept(*group) for group in host["unfinished"]}
@@ -202,16 +220,20 @@ class GroupBuffer(StatePart):
         return self
 
 
-def pick_rows(groups: Sequence[Group], group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return row ids int32 [groups * group_size, 2] and rewards float32 [groups * group_size].
+def pick_rows(
+    groups: Sequence[Group], group_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of groups: row ids int32 [B, 2], rewards float32 [B] and ended bool [B].
 
     Where a group has no response, the rollout is -1 and the reward 0.
     """
     rewards = np.zeros((len(groups), group_size), np.float32)
-    for row, group in zip(rewards, groups, strict=True):
-        row[: len(group.rewards)] = group.rewards
+    ended = np.ones((len(groups), group_size), np.bool_)
+    for i, group in enumerate(groups):
+        rewards[i, : len(group.rewards)] = group.rewards
+        ended[i, : len(group.ended)] = group.ended
     row_ids = np.concatenate([_padded(group.row_ids, group_size) for group in groups])
-    return row_ids, rewards.reshape(-1)
+    return row_ids, rewards.reshape(-1), ended.reshape(-1)
 
 
 def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:

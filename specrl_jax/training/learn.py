@@ -51,6 +51,8 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         batch = dataclasses.replace(batch, turn_ends=put(collected.turns.ends, "batch", None))
     batch, more = with_advantages(run, state, batch, rewards)
     metrics |= more
+    if run.config.algorithm.mask.truncated:
+        batch = without_cut_rows(batch, collected.ended)
     if run.config.algorithm.importance_cap:
         # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
@@ -94,7 +96,8 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
         rewards = np.stack([collected.by_function[name] for name in names], axis=1)
     if not settings.overlong_tokens:
         return rewards, {}
-    lens = hosts.fetch(collected.rollout.lens)
+    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.sources))
+    lens = lens - np.sum(sources == Source.FORCED, axis=1)  # the policy's own tokens
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
     if by_function:
@@ -125,6 +128,19 @@ def with_advantages(
     )
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
+
+
+def without_cut_rows(batch: Batch, ended: np.ndarray) -> Batch:
+    """Return the batch without the rows that the length cut, as rows of no tokens.
+
+    They count in no mean of a loss. ended: bool [B].
+    """
+    kept = put(ended, "batch")
+    return dataclasses.replace(
+        batch,
+        response_lens=jnp.where(kept, batch.response_lens, 0),
+        advantages=jnp.where(kept[:, None], batch.advantages, 0),
+    )
 
 
 def _update_by_mini_batches(

@@ -6,7 +6,7 @@ Takes prompts and weights, gives `Responses`. With an environment a response is 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.environment_pool import EnvironmentPool
+from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rewards.worker_process import Result
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
@@ -39,7 +41,7 @@ class Responses:
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
     rewards: Rewards
-    ended: np.ndarray  # bool [B], rows whose last turn came to its end; others were cut off
+    ended: np.ndarray  # bool [B], rows that came to an end; the length cut the others
     turns: Turns | None = None  # of episodes
     # The rows' last responses before these, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
@@ -99,6 +101,8 @@ class Responder:
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
+    # Is told of what is said in an episode, by its row: turns as they end, and answers.
+    watch: Callable[[int, Reading | Result], None] | None = None
 
     def respond(
         self,
@@ -122,19 +126,29 @@ class Responder:
             episodes = Episodes(self, prompts, rollout, clock)
             result, rewards, turns = episodes.play()
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-            ended = spec.ended(tokens, lens, episodes.turn_starts)
-            return Responses(prompts, result, tokens, lens, rewards, ended, turns)
+            return Responses(prompts, result, tokens, lens, rewards, ~episodes.cut, turns)
         roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
             result = roll_out(spec, weights, inputs, speculation=speculation)
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
             prompts = select(prompts, result.groups)
-            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
-            parts = self.answer_parts(prompts, texts)
+            ended = spec.ended(tokens, lens)
+            in_thought = np.repeat(self.begins_thoughts(prompts), result.group_size)
+            rows = [row[:n] for row, n in zip(tokens, lens)]
+            readings = [self.read(*row) for row in zip(rows, ended, in_thought, strict=True)]
+            texts, parts, ends = (list(column) for column in zip(*readings))
             problems = problems_of(prompts, range(len(lens)), len(lens))
-            rewards = self.score(texts, *problems, parts)
-        return Responses(prompts, result, tokens, lens, rewards, spec.ended(tokens, lens))
+            rewards = self.score(texts, *problems, parts, ends)
+        return Responses(prompts, result, tokens, lens, rewards, ended)
+
+    def read(self, ids: np.ndarray, ended: bool = True, in_thought: bool = False) -> Reading:
+        """Read a response, or a turn of an episode: token ids int [n].
+
+        ended: False where the length cut it. in_thought: what precedes it has opened a thought.
+        """
+        text = self.text(ids)
+        return Reading(text, self.thought_tags.answer_part(text, in_thought), bool(ended))
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
@@ -144,20 +158,20 @@ class Responder:
         decode = functools.partial(self.tokenizer.decode, keep_special=self.keep_special_tokens)
         return self.stop.cut(ids, decode, self.keep_stop) if self.stop else decode(ids)
 
-    def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
-        """Return the answer part of each response, texts [B], to Q prompts; None without one."""
-        group_size = len(texts) // len(prompts.lens)
-        begun = [self._begins_thought(prompts, q) for q in range(len(prompts.lens))]
-        begun_rows = np.repeat(begun, group_size).tolist()
-        return [self.thought_tags.answer_part(x, b) for x, b in zip(texts, begun_rows)]
+    def begins_thoughts(self, prompts: Prompts) -> np.ndarray:
+        """Mark the Q prompts that leave a thought open: at the end, or in what is continued."""
+        return np.array([self._begins_thought(prompts, q) for q in range(len(prompts.lens))], bool)
 
     def _begins_thought(self, prompts: Prompts, q: int) -> bool:
-        """Return whether a prompt leaves a thought open: at its end, or in what is continued."""
         prompt = prompts.examples[q].prompt
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             return self.thought_tags.is_open(prompt[-1]["content"])
-        tokens = prompts.tokens[q, : prompts.lens[q]][-MAX_TAG:].tolist()
-        return self.thought_tags.has_begun(self.tokenizer.decode(tokens, keep_special=True))
+        return self.opens_thought(prompts.tokens[q, : prompts.lens[q]].tolist())
+
+    def opens_thought(self, ids: Sequence[int]) -> bool:
+        """Return whether token ids open a thought at their end: of a prompt, or of an answer."""
+        end = self.tokenizer.decode(ids[-MAX_TAG:], keep_special=True)
+        return self.thought_tags.has_begun(end)
 
     def score(self, texts: Sequence, *problems: list) -> Rewards:
         """Return the pool's rewards; every process scores a part and gets those of the others.

@@ -113,6 +113,7 @@ class RolloutQueue(StatePart, contextlib.AbstractContextManager):
             **values["scalars"],
             by_function=arrays,
             turns=turns,
+            ended=np.array(values["ended"], np.bool_),
         )
 
 
@@ -125,6 +126,7 @@ def _on_host(batch: TrainBatch) -> dict[str, Any]:
     return {
         "prompts": [example.prompt_id for example in batch.prompts.examples],
         "rewards": batch.rewards.tolist(),
+        "ended": batch.ended.tolist(),
         "by_function": {name: x.tolist() for name, x in batch.by_function.items()},
         "turns": batch.turns and [x.tolist() for x in batch.turns],
         "scalars": jax.tree.map(lambda x: np.asarray(x).item(), scalars),

@@ -76,7 +76,8 @@ FORMATS = {
     "gemma3": (GEMMA3, ["<bos>", "<start_of_turn>", "<end_of_turn>"], [], "<bos>", "<end_of_turn>"),
 }
 BLANKS = "blanks at the ends of a turn"
-THOUGHT = "a thought"
+THOUGHT = "a thought in <think>"
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # What each format changes, and before which roles.
 CHANGED = {
     "chatml": [],
@@ -120,7 +121,7 @@ def test_rows_of_turns_are_the_whole_chat_of_transformers(chat, has_end):
 
 def test_turns_that_a_template_changes_are_named_in_one_line(chat):
     name, tokenizer = chat
-    line = changed_turns(tokenizer, "it")
+    line = changed_turns(tokenizer, "it", TAGS)
     assert "\n" not in line
     for kind in ("a plain turn", BLANKS, THOUGHT):
         for role in ("tool", "user"):
@@ -129,20 +130,32 @@ def test_turns_that_a_template_changes_are_named_in_one_line(chat):
     assert bool(line) == bool(CHANGED[name])
 
 
+def test_thoughts_in_other_tags_that_a_template_drops_are_named(tmp_path):
+    template, *rest = FORMATS["qwen3"]
+    for tag, other in (("<think>", "[THINK]"), ("</think>", "[/THINK]")):
+        template = template.replace(tag, other)
+    write_tokenizer(tmp_path, template, *rest)
+    tokenizer = HuggingFaceTokenizer(tmp_path, chat=True)
+    line = changed_turns(tokenizer, "it", TAGS)
+    assert "a thought in [THINK], before the role user, " in line
+    assert THOUGHT not in line
+    assert "[THINK]" not in changed_turns(tokenizer, "it", TAGS[:1])
+
+
 def test_where_they_are_changed(tmp_path):
     """Qwen 3 without thoughts begins each turn with an empty one, and forgets it."""
     write_tokenizer(tmp_path, *FORMATS["qwen3"])
     options = {"template_options": {"enable_thinking": False}}
-    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True, **options), "it")
+    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True, **options), "it", TAGS)
     change = "'t\\n<think>\\n\\n</think>\\n\\n' becomes 't\\na<|im_end|>"
     assert f"a plain turn, before the role tool, {change}" in line
-    assert changed_turns(HuggingFaceTokenizer(tmp_path, chat=False), "it") == ""
-    assert changed_turns(CharacterTokenizer("ab"), "it") == ""
+    assert changed_turns(HuggingFaceTokenizer(tmp_path, chat=False), "it", TAGS) == ""
+    assert changed_turns(CharacterTokenizer("ab"), "it", TAGS) == ""
 
 
 def test_an_end_that_is_no_token(tmp_path):
     """A row has the policy's own end, and the chat has none."""
     template = FORMATS["chatml"][0].replace("<|im_end|>", "")
     write_tokenizer(tmp_path, template, *FORMATS["chatml"][1:])
-    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True), "it")
+    line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True), "it", TAGS)
     assert "a plain turn, before the role user" in line

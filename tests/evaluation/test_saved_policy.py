@@ -362,17 +362,21 @@ def test_an_episode_is_printed_as_the_environment_plays_it(main, episodes, monke
     *lines, last = printed.splitlines()
     turns = [line.partition(": ")[2] for line in lines if line.startswith("assistant: ")]
     expected = []
+    reward = 0.0
     for i, turn in enumerate(turns, start=1):
-        observation, reward, _ = play(Guess, turns[:i], "4")
         expected.append(f"assistant: {turn}")
+        if turn.endswith(" [cut at rollout.response_len]"):  # it is not stepped
+            break
+        observation, reward, _ = play(Guess, turns[:i], "4")
         expected += [f"user: {observation}"] * bool(observation)
     assert lines == expected
     assert last == f"reward {reward:g}, turns {len(turns)}"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2-7?\t4\n2-7?\tx\n"))
-    both = main("generate", f"--run={episodes}").removeprefix(printed)
-    assert both.endswith(
-        "reward 0, turns 1, failed: ValueError: invalid literal for int() with base 10: 'x'\n"
-    )
+    # Of several turns at least one ends, so that its environment is made.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2-7?\t4\n" + "2-7?\tx\n" * 8))
+    both = main("generate", f"--run={episodes}")
+    assert both.startswith(printed)
+    failure = "failed: ValueError: invalid literal for int() with base 10: 'x'"
+    assert f"reward 0, turns 1, {failure}" in both.splitlines()
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -145,3 +145,19 @@ def test_format_matches_the_whole_response():
     scores = score("format", texts, format=r"a.b|((a|\(a)+)+", timeout=5.0)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
     assert scores.reasons[2] == "no result within 5 s of CPU time"
+
+
+def test_a_function_that_names_ended_is_told_whether_a_response_came_to_its_end():
+    name = "user_scorers:ends+user_scorers:others_alone*2+user_scorers:judge_of_ends*4+exact*8"
+    problems = (["1"] * 3, ["", "", FILLER_TASK], [{}] * 3)
+    with make_pool(name, **LIMITS) as pool:
+        told = pool.score(["1"] * 3, *problems, None, [True, False, True])
+        untold = pool.score(["1"] * 3, *problems)
+    assert told.rewards.tolist() == [15, 10, 11]
+    assert untold.rewards.tolist() == [15, 15, 11]
+    with make_pool("user_scorers:ends", **LIMITS | {"extract": "(1)"}) as pool:
+        told = pool.score(["1", "1"], *(x[:2] for x in problems), None, [True, False])
+    assert told.rewards.tolist() == [1, 0]
+    assert "user_scorers:ends_by_position" in line_of(
+        make_pool, "user_scorers:ends_by_position", **LIMITS
+    )

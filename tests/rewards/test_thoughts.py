@@ -93,7 +93,12 @@ def rewards(name, responses, answers, prompt="2+2?", **settings):
     scorer = make_responder(config, tokenizer)
     with scorer.pool:
         problems = (answers, [""] * len(answers), [{}] * len(answers))
-        scores = scorer.score(responses, *problems, scorer.answer_parts(prompts, responses))
+        in_thought = scorer.begins_thoughts(prompts)
+        parts = [
+            scorer.read(np.array(tokenizer.encode(response)), in_thought=begun).answer
+            for response, begun in zip(responses, in_thought)
+        ]
+        scores = scorer.score(responses, *problems, parts)
     assert not scores.failed.any()
     return scores.rewards.tolist(), scores.by_function
 
@@ -143,12 +148,10 @@ def test_a_prefix_of_the_assistants_may_open_the_thought():
     examples = tuple(make_example(prompt, "4", "", {}) for prompt in (messages, closed))
     prompts = dataclasses.replace(prompts, examples=examples)
     scorer = Responder(None, tokenizer, thought_tags=TAGS)
-    assert scorer.answer_parts(prompts, ["4", "3</think>4", "4", "3</think>4"]) == [
-        None,
-        "4",
-        "4",
-        "4",
-    ]
+    assert scorer.begins_thoughts(prompts).tolist() == [True, False]
+    for begun, parts in ((True, [None, "4"]), (False, ["4", "4"])):
+        ids = [np.array(tokenizer.encode(text)) for text in ("4", "3</think>4")]
+        assert [scorer.read(x, in_thought=begun).answer for x in ids] == parts
 
 
 def test_tags_that_rewards_would_not_see(tmp_path):

@@ -116,3 +116,24 @@ def singles(response, answer, task, metadata):
 
 
 singles.batched = True
+
+
+def ends(response, answer, *, ended, **others):
+    """1 for a response that came to its end."""
+    return float(ended)
+
+
+def others_alone(response, answer, **others):
+    """1 where nobody says whether it ended."""
+    return float("ended" not in others)
+
+
+def judge_of_ends(responses, answers, ended, **others):
+    return [float(x) for x in ended]
+
+
+judge_of_ends.batched = True
+
+
+def ends_by_position(response, answer, ended, /, **others):
+    return 0.0

@@ -66,16 +66,20 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     for row, n in enumerate(played.lens.tolist()):
         texts, place = [], 0
         ends_of_turns, rewards = [], []
+        reward, done, is_cut = 0.0, False, False
         while place < n:
             ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
             turn = ends[0] + 1 if ends else n
             assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
             texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
-            said, reward, done = play(Sums, texts, "3")
+            if ends:  # a turn that the length cut is not handed over
+                said, reward, done = play(Sums, texts, "3")
             ends_of_turns.append(turn)
             rewards.append(reward - sum(rewards))
             observation = TOKENIZER.encode(said)
-            over = done or len(texts) == TURNS or not ends or turn + len(observation) >= R
+            is_last = done or len(texts) == TURNS
+            is_cut = not ends or (not is_last and turn + len(observation) >= R)
+            over = is_last or is_cut
             assert over == (turn == n)
             if not over:
                 assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
@@ -89,9 +93,11 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
         answered = len(texts) - 1
         assert played.turns.roles[row].tolist() == ["user"] * answered + [""] * (TURNS - answered)
         assert played.rewards.rewards[row] == reward
+        assert played.ended[row] == (not is_cut)
         counts.add((len(texts), done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
     assert {done for _, done in counts} == {True, False}
+    assert {*played.ended.tolist()} == {True, False}
     assert not played.rewards.failed.any()
 
 

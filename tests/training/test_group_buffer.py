@@ -41,7 +41,7 @@ class Play:
         self.owners.append(owners)
         self.rewards |= dict(zip(owners, rewards.reshape(-1).tolist(), strict=True))
         ids = [f"{name}+{first}" if first else name for name, first in samples]
-        buffer.add([name for name, _ in samples], rewards)
+        buffer.add([name for name, _ in samples], rewards, rewards > 0)
         return ids
 
     def step(self) -> tuple[list[Group], dict, list[list[str]]]:
@@ -66,6 +66,7 @@ class Play:
         starts = G - trained if len(owners) == trained else 0
         assert owners == [(group.prompt_id, starts + i) for i in range(len(owners))]
         assert group.rewards == tuple(self.rewards[owner] for owner in owners)
+        assert group.ended == tuple(reward > 0 for reward in group.rewards)
 
     def all_rewards(self, name: str) -> list[float]:
         return [x for (owner, _), x in sorted(self.rewards.items()) if owner == name]
@@ -96,15 +97,17 @@ def test_a_batch_that_cannot_be_filled_gets_groups_without_signal_then_empty_one
     assert values["rollout/groups_filled"] == Q
     assert [group.prompt_id for group in groups] == ["p0", "p1", "p2", "p3"]
     one = buffer_of(DAPO | {"rollout.prompts_per_step": 6})
-    one.add(["a", "b"], np.array([[1] * G, [0, 1] * (G // 2)], np.float32))
+    solved = np.array([[1] * G, [0, 1] * (G // 2)], np.float32)
+    one.add(["a", "b"], solved, solved > 0)
     groups, values = one.take_batch("filler")
     assert [group.prompt_id for group in groups] == ["b", "a", *["filler"] * 4]
     assert values["rollout/groups_filled"] == 5
-    row_ids, rewards = pick_rows(groups, G)
+    row_ids, rewards, ended = pick_rows(groups, G)
     np.testing.assert_array_equal(row_ids[: 2 * G, 1], [*range(G, 2 * G), *range(G)])
     assert set(row_ids[2 * G :, 0]) == {-1}
     np.testing.assert_array_equal(rewards[: 2 * G], [*[0, 1] * (G // 2), *[1] * G])
     np.testing.assert_array_equal(rewards[2 * G :], 0)
+    np.testing.assert_array_equal(ended, [*[False, True] * (G // 2), *[True] * 5 * G])
 
 
 def test_rollouts_end_where_prompts_run_out():

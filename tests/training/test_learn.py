@@ -1,5 +1,6 @@
 """Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
 
+import types
 from typing import NamedTuple
 
 import jax
@@ -10,10 +11,11 @@ from small_runs import assert_same_run, line_of, records, saved, small_config
 from specrl_jax import train as loop
 from specrl_jax.algorithms import scoring
 from specrl_jax.sharding import put
+from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.training import learn
 from specrl_jax.training.build import build
 from specrl_jax.training.collect import TrainBatch
-from specrl_jax.types import Batch, Prompts
+from specrl_jax.types import Batch, Prompts, Source
 
 
 class Update(NamedTuple):
@@ -74,6 +76,43 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeyp
     assert 0 < computed[True] < computed[False]
     for name, value in policies[False].items():
         np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"algorithm.kl_coef": 0.1}, {"updates.select": "outer_pairs"}]
+)
+def test_rows_that_the_length_cut_are_left_out_of_the_loss(mesh, tmp_path, watched, more):
+    """Their rewards stay in the baseline: the other rows have the advantages that they had."""
+    runs = {}
+    for truncated in (False, True):
+        changes = {"algorithm.mask.truncated": truncated, "train.steps": 1, "log.rollouts": 1.0}
+        changes |= SOME_SIGNAL | {"updates.skip_no_signal": False} | more
+        loop.train(small_config(changes), tmp_path / str(truncated))
+        runs[truncated] = list(watched)
+        watched.clear()
+    lines = read_rollouts(tmp_path / "True", 1)
+    cut = np.array([not line["ended"] for line in lines])
+    assert cut.sum() == records(tmp_path / "True")[1]["rollout/truncated_fraction"] * len(cut)
+    before, after = runs[False][0], runs[True][0]
+    rows = before.mask.any(axis=1) & ~after.mask.any(axis=1)
+    assert 0 < rows.sum() == cut.sum() < len(cut)
+    np.testing.assert_array_equal(after.mask, before.mask & ~rows[:, None])
+    np.testing.assert_array_equal(after.advantages, np.where(rows[:, None], 0, before.advantages))
+    for update in runs[True]:
+        # Nothing of these rows is computed, so they have no gradient whatever the loss is.
+        np.testing.assert_array_equal(update.nodes >= 0, update.mask[update.row_ids])
+
+
+def test_no_token_of_an_environment_costs_reward_for_its_length():
+    sources = np.full((3, 10), int(Source.SAMPLED), np.int8)
+    sources[1:, 2:6] = Source.FORCED
+    rollout = types.SimpleNamespace(lens=np.array([10, 10, 4]), sources=sources)
+    config = small_config({"reward.overlong_tokens": 4, "rollout.response_len": 10})
+    run = types.SimpleNamespace(config=config)
+    prompts = Prompts(None, None, None, ())
+    collected = TrainBatch(prompts, rollout, np.ones(3, np.float32), {}, 1, 1)
+    rewards, _ = learn.shaped_rewards(run, collected)
+    np.testing.assert_array_equal(rewards, [0, 1, 1])
 
 
 SELECTED = SOME_SIGNAL | {"train.steps": 2, "updates.skip_no_signal": False}
