@@ -9,6 +9,7 @@ run in this process, where the package would start a program for each. No JAX.
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import queue
 import threading
@@ -221,10 +222,9 @@ def _role(name: str) -> str:
 def _has_tools(name: str) -> bool:
     """Return whether a taskset or its tasks may have tools."""
     taskset = loaders.taskset_class(name)
-    return any(
-        kind.toolsets.__func__ is not base.toolsets.__func__
-        for kind, base in ((taskset, vf.Taskset), (taskset.task_type(), vf.Task))
-    )
+    owners = ((taskset, vf.Taskset), (taskset.task_type(), vf.Task))
+    find = functools.partial(inspect.getattr_static, attr="toolsets")
+    return any(find(kind) is not find(base) for kind, base in owners)
 
 
 def _env_config(name: str, options: dict[str, Any]) -> vf.EnvConfig:
