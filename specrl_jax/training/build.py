@@ -119,7 +119,9 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         )
         reads_thoughts = pool.reads_whole
         call_end = pool.call_end
-        _describe_environment(config, pool, tokenizer, tags, stop)
+        _describe_environment(config, pool, tokenizer, tags)
+        if call_end:
+            _check_calls(config, call_end, tokenizer, stop)
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
@@ -141,40 +143,34 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
 
 
 def _describe_environment(
-    config,
-    pool: EnvironmentPool,
-    tokenizer: Tokenizer,
-    tags: ThoughtTags,
-    stop: StopStrings | None,
+    config, pool: EnvironmentPool, tokenizer: Tokenizer, tags: ThoughtTags
 ) -> None:
-    """Print what a user might not expect: turns that a template changes, and bounds of episodes.
-
-    Raises ValueError where the environment would see no calls.
-    """
-    name = config.environment.name
+    """Print which turns a template changes, and whether episodes that are cut short get nothing."""
     source = config.tokenizer.source or config.model.source
     if changed := changed_turns(tokenizer, source, tags.pairs):
         print(f"environment: {changed}", flush=True)
     if pool.pays_at_end and not pool.scores:
         print(
-            f"environment: {name} pays at the end of an episode and does not "
+            f"environment: {config.environment.name} pays at the end of an episode and does not "
             "say what it is worth before: one that environment.max_turns or rollout.response_len "
             "ends has no reward",
             flush=True,
         )
-    call_end = pool.call_end
-    if not call_end:
-        return
+
+
+def _check_calls(config, call_end: str, tokenizer: Tokenizer, stop: StopStrings | None) -> None:
+    """Print where a turn goes on after a call; raise ValueError where the tools see no calls."""
+    name = config.environment.name
     if tokenizer.is_special(call_end) and not config.reward.keep_special_tokens:
         raise ValueError(
-            f"reward.keep_special_tokens must be True where environment.name is {name} and "
-            f"{call_end} is a special token, got False"
+            f"reward.keep_special_tokens must be True where {call_end} of environment.name={name} "
+            "is a special token, got False"
         )
     strings = stop.strings if stop else ()
     if not any(call_end in string or string in call_end for string in strings):
         print(
-            f"environment: {name} has tools, and no text of rollout.stop ends a turn at {call_end}:"
-            f" a turn goes on after a call; set --config.rollout.stop='{call_end}'",
+            f"environment: {name} has tools, and no text of rollout.stop ends a turn at "
+            f"{call_end}: a turn goes on after a call; set --config.rollout.stop='{call_end}'",
             flush=True,
         )
 

@@ -98,9 +98,7 @@ class Responder:
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
     stop: StopStrings | None = None  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
-    call_end: str = (
-        ""  # text that ends a call of the environment's tools; texts hold it in any case
-    )
+    call_end: str = ""  # of the environment's tools: texts hold it in any case
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
