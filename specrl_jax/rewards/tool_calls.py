@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _MAX_ENDS = 8  # end tags of which one may end a call; those before it stand in its strings
+_MAX_BROKEN = 64  # calls that are no JSON and no code for which so many end tags are tried
 _BEGIN = re.compile(rf"([`'\"]){BEGIN}\1|{BEGIN}")  # group 1: the tag is quoted
 _BLANK_LINES = re.compile(r"\A(?:[ \t]*\r?\n)+")
-_LANGUAGE = r"(?:[\w+-]*[ \t]*\n|(?:python3?|py|json)\b)?"
-_FENCES = re.compile(
-    rf"^[ \t]*(`{{3,}}|~{{3,}})[ \t]*{_LANGUAGE}(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
-_ONE_LINE_FENCE = re.compile(rf"(`+|~{{3,}})[ \t]*{_LANGUAGE}([^\n]+?)\1")
+_FENCE = re.compile(r"`{3,}|~{3,}")
+_ONE_LINE = re.compile(r"(?:`+|~{3,})([^`~\n]+)(?:`+|~{3,})")
+_LANGUAGE = re.compile(r"\A(?:python3?|py|json)\b[ \t]*")  # on a line with code
+_ANY_LANGUAGE = re.compile(r"[\w+-]*")  # alone on its line
 # The beginning of a call in JSON, right or wrong: what code would hardly be.
 _JSON_CALL = re.compile(
     r"\[?\s*\{\s*(?:\"(?:name|arguments|parameters)\"\s*:"
@@ -61,31 +60,35 @@ def find_calls(response: str) -> tuple[str, list[str]]:
     """
     around = []
     calls = []
+    broken = 0
     rest = 0  # where the text after the last call begins
     position = 0
     while begin := _BEGIN.search(response, position):
         position = begin.end()
-        if begin[1]:
+        first = response.find(END, position)
+        if begin[1] or first < 0:
             continue
-        end = _find_end(response, position)
+        end = _find_whole(response, position, _MAX_ENDS if broken < _MAX_BROKEN else 0)
         if end < 0:
-            continue
+            broken += 1
+            if BEGIN in response[position:first]:
+                continue
+            end = first
         around.append(response[rest : begin.start()])
         calls.append(response[position:end])
         rest = position = end + len(END)
     return "".join([*around, response[rest:]]), calls
 
 
-def _find_end(response: str, start: int) -> int:
-    """Return where the end tag of a call is; -1 where its opening tag is text."""
-    first = end = response.find(END, start)
-    for _ in range(_MAX_ENDS):
-        if end < 0:
-            break
-        if _is_whole(response[start:end]):
+def _find_whole(response: str, start: int, num_ends: int) -> int:
+    """Return where the first of the end tags is before which a call is whole; -1 for none."""
+    end = start
+    for _ in range(num_ends):
+        end = response.find(END, end)
+        if end < 0 or _is_whole(response[start:end]):
             return end
-        end = response.find(END, end + len(END))
-    return -1 if BEGIN in response[start:first] else first
+        end += len(END)
+    return -1
 
 
 def _is_whole(text: str) -> bool:
@@ -105,11 +108,32 @@ def _is_whole(text: str) -> bool:
 def clean_code(text: str) -> str:
     """Return code without fences and indentation around it."""
     text = _unindented(text)
-    if fence := _ONE_LINE_FENCE.fullmatch(text):
-        return fence[2].strip()
-    if text.startswith(("```", "~~~")):
-        return "\n".join(_unindented(code) for _, code in _FENCES.findall(text))
+    if one_line := _ONE_LINE.fullmatch(text):
+        return _LANGUAGE.sub("", one_line[1].strip(), count=1)
+    if fence := _FENCE.match(text):
+        return _between_fences(text, fence[0])
     return text
+
+
+def _between_fences(text: str, fence: str) -> str:
+    """Return what is between fences, which are the text's first line and others like it."""
+    blocks = []
+    code: list[str] | None = None  # lines since the fence that opened a block; None: it is closed
+    if text.endswith(fence):  # maybe after code
+        text = text.rstrip(fence[0])
+    text = f"{text}\n{fence}"
+    for line in text.splitlines():
+        is_fence = line.lstrip().startswith(fence)
+        after = line.lstrip()[len(fence) :].strip()
+        if code is None and is_fence:
+            language = _ANY_LANGUAGE.fullmatch(after) or _LANGUAGE.match(after)
+            code = [after[language.end() :] if language else after]
+        elif code is not None and is_fence and not after.strip(fence[0]):
+            blocks.append(_unindented("\n".join(code)))
+            code = None
+        elif code is not None:
+            code.append(line)
+    return "\n".join(blocks)
 
 
 def _unindented(text: str) -> str:
@@ -136,7 +160,8 @@ def read_call(text: str, code_tool: str = "") -> list[Call | CallError]:
 def _is_json_call(text: str, values: Sequence[Any] | None) -> bool:
     if values is None:
         return _JSON_CALL.match(text) is not None
-    return bool(values) and all(isinstance(value, dict) for value in values)
+    objects = [value for value in values if isinstance(value, dict)]
+    return bool(objects) and (objects == values or any("name" in value for value in objects))
 
 
 def _read_json(text: str) -> list[Any] | None:
