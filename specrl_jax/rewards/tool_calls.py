@@ -92,17 +92,19 @@ def _find_whole(response: str, start: int, num_ends: int) -> int:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether the text of a call is JSON or Python."""
+    """Return whether the text of a call is JSON or Python. `a <tool_call> b` would compare names."""
     code = clean_code(text)
     if _read_json(code) is not None:
         return True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(code)
+            tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return True
+    tag = BEGIN.strip("<>")
+    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return BEGIN not in code or tag not in names
 
 
 def clean_code(text: str) -> str:
@@ -210,10 +212,12 @@ def _read_value(value: Any) -> Call | CallError:
 
 def _read_arguments(text: str) -> Any:
     """Return the value of arguments that are JSON in a string; the string where they are none."""
-    values = _read_json(clean_code(text))
     if not text.strip():
         return None
-    return values[0] if values is not None and len(values) == 1 else text
+    try:
+        return _JSON.decode(clean_code(text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _shown(value: Any) -> str:
