@@ -92,7 +92,7 @@ def _find_whole(response: str, start: int, num_ends: int) -> int:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether the text of a call is JSON or Python. `a <tool_call> b` would compare names."""
+    """Return whether the text of a call is JSON or Python; `a<tool_call>b` is neither."""
     code = clean_code(text)
     if _read_json(code) is not None:
         return True

@@ -22,7 +22,8 @@ from specrl_jax.data.prompts import (
 )
 from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import CharacterTokenizer
-from specrl_jax.rewards.python_tool import PythonTool, find_call
+from specrl_jax.rewards.python_tool import PythonTool
+from specrl_jax.rewards.tool_calls import read_calls
 
 ROWS = [
     {"question": f"How much is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i:,}"}
@@ -259,7 +260,8 @@ def test_products_and_how_a_tool_is_asked_for_them():
         said, _, end = solution(example, "solution").removeprefix(call).partition("\n")
         assert said == end == example.answer
         assert play(PythonTool, [end], example.answer) == ("", 1.0, True)
-        assert find_call(call) == f"{first}*{second}"
+        (code,) = read_calls(call, "python")
+        assert code.arguments == {"code": f"{first}*{second}"}
     wrong = config("product", **settings, options={"min_value": 3, "max_value": 2})
     rule = "data.options must have 0 <= min_value <= max_value for product, got 3 and 2"
     assert line_of(load_examples, wrong) == rule

@@ -1,36 +1,72 @@
 """Tool `python`: calls by hand, and episodes in their processes."""
 
+import json
+
 import pytest
-from small_runs import line_of, play
+from small_runs import play
 
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.python_tool import MAX_OUTPUT, PythonTool, find_call, read_call
+from specrl_jax.rewards.python_tool import MAX_OUTPUT, PythonTool
 
-JSON_CALL = '{"name": "python", "arguments": {"code": "1 +\\n1"}}'
-
-
-@pytest.mark.parametrize(
-    ("response", "call"),
-    [
-        ("so <tool_call>\n1+1\n</tool_call>\n", "1+1"),
-        ("<tool_call>1</tool_call> and <tool_call>2</tool_call>", "2"),
-        ("<tool_call>1+1", "1+1"),
-        ("<tool_call></tool_call>", ""),
-        ("<tool_call>1</tool_call> is 1", None),
-        ("1</tool_call>", None),
-        ("", None),
-    ],
+USAGE = (
+    'a call is <tool_call>CODE</tool_call>, or has "name": "python", "arguments": {"code": CODE}\n'
 )
-def test_a_call_ends_the_response(response, call):
-    assert find_call(response) == call
+FORM = '{"name": .., "arguments": {..}}'
 
 
-def test_a_call_is_code_or_names_the_tool():
-    assert read_call(JSON_CALL) == "1 +\n1"
-    for code in ("1+1", '{"a": 1}', "12", "[" * 100_000, "{'name': 1}"):
-        assert read_call(code) == code
-    for call in (JSON_CALL.replace("python", "search"), '{"name": "python", "arguments": "1"}'):
-        assert line_of(read_call, call).startswith("a call is <tool_call>CODE</tool_call>, or has")
+def call(code):
+    return f"<tool_call>{code}</tool_call>"
+
+
+def json_call(arguments, name="python"):
+    return call(json.dumps({"name": name, "arguments": arguments}))
+
+
+# Turns of an episode in their order, and what each is answered.
+TURNS = [
+    (call("x = 6\nx") + call("x + 1") + " and " + call("_ * 2"), "6\n7\n14\n"),
+    (call("print('<tool_call>')"), "<tool_call>\n"),
+    (call("print('</tool_call>')"), "</tool_call>\n"),
+    (call("```python\nprint(1)\n```") + call("~~~\n2\n~~~") + call("`3`"), "1\n2\n3\n"),
+    (call("\n    y = 2\n    y\n"), "2\n"),
+    (json_call({"code": "1 +\\\n1"}) + json_call('{"code": "3"}'), "2\n3\n"),
+    (json_call('```json\n{"code": "4"}\n```') + json_call({"code": "```\n5\n```"}), "4\n5\n"),
+    (call(f"[{json_call({'code': '6'})[11:-12]}, {json_call({'code': '7'})[11:-12]}]"), "6\n7\n"),
+    (call("1 +") + call("8"), "SyntaxError: invalid syntax (the call, line 1)\n8\n"),
+    (call("null"), "NameError: name 'null' is not defined\n"),
+    (call("42") + call("[1]") + call("{'name': 1}"), "42\n[1]\n{'name': 1}\n"),
+    (
+        call('{"name": "python"') + call("9"),
+        f"error: a call must be JSON, {FORM}: Expecting ',' delimiter: line 1 column 18 (char 17); "
+        f"{USAGE}9\n",
+    ),
+    (call("{}"), f'error: a call must have the "name" of a tool, {FORM}, got {{}}; {USAGE}'),
+    (json_call({"code": "1"}, "search") + call("10"), f"error: {USAGE}10\n"),
+    (json_call({"code": 1}), f"error: {USAGE}"),
+    (json_call({}), f"error: {USAGE}"),
+    (json_call("1"), f'error: "arguments" must be a JSON object, {FORM}, got 1; {USAGE}'),
+    (call(""), ""),
+    (call("11") + " is eleven, by <tool_call>", "11\n"),
+    ("I use <tool_call> as " + call("12"), "12\n"),
+]
+
+
+def test_all_calls_of_a_turn_are_answered_in_order():
+    end = "The tags `<tool_call>` and <tool_call> are no call. It is 7."
+    with EnvironmentPool("python", timeout=20.0, memory_mib=256, workers=1) as pool:
+        episodes = pool.begin([("7", "", {})])
+        for response, output in [*TURNS, (end, "")]:
+            pool.submit(episodes, [response])
+            (answer,) = pool.collect(episodes).values()
+            assert (answer.observation, answer.failure) == (output, ""), response
+            assert answer.done == (response == end)
+    assert (answer.reward, answer.role) == (1.0, "tool")
+
+
+@pytest.mark.parametrize("response", ["<tool_call> 7", "7 <tool_call>", "7", "7 </tool_call>"])
+def test_a_turn_without_a_call_is_the_final_answer(response):
+    (observation, reward, done) = play(PythonTool, [response], "7")
+    assert (observation, reward, done) == ("", 1.0, True)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def play(name, responses, **data):
 
 
 def test_tools_and_their_state():
-    """The policy reads that a call failed; a call that is no JSON is an answer without a call."""
+    """The policy reads that a call failed, and the episode goes on."""
     add = call("add", amount=1)
     responses = [f"I add. {add}{add}", call("bell_ring"), "Done."]
     assert play("verifiers:ledger_taskset", responses, prompt="2!", answer=2) == [
@@ -77,12 +77,53 @@ def test_tools_and_their_state():
         Step("ding", role="tool"),
         Step(reward=1.0, done=True),
     ]
-    responses = [call("add", amount=9), call("nothing"), call("add", amount="x"), "<tool_call>{"]
+    responses = [call("add", amount=9), call("nothing"), call("add", amount="x"), "<tool_call>"]
     high, unknown, wrong, end = play("verifiers:ledger_taskset", responses, prompt="2!", answer=2)
     assert high == Step("Error executing tool add: at most 2", role="tool")
     assert unknown == Step("error: unknown tool 'nothing'", role="tool")
     assert "Input should be a valid integer" in wrong.observation
     assert end == Step(reward=0.0, done=True)
+
+
+FORM = '{"name": .., "arguments": {..}}'
+ADD = '{"name": "add", "arguments": {"amount": 1}}'
+# What stands between the tags of a turn's calls, and what is answered to each.
+CALLS = [
+    ([f"```json\n{ADD}\n```", f"~~~\n{ADD}\n~~~"], ["total 1", "total 2"]),
+    ([f"    {ADD}", f"[{ADD}, {ADD}]"], ["total 3", "total 4", "total 5"]),
+    (['{"name": "add", "arguments": "{\\"amount\\": 1}"}'], ["total 6"]),
+    ([ADD, '{"name": "add"', ADD], ["total 7", "error: a call must be JSON, ", "total 8"]),
+    (["null"], [f"error: a call must be a JSON object, {FORM}, got null"]),
+    (["42", ADD], [f"error: a call must be a JSON object, {FORM}, got 42", "total 9"]),
+    (["[]"], [f"error: a call must be a JSON object, {FORM}, got []"]),
+    (["{}"], [f'error: a call must have the "name" of a tool, {FORM}, got {{}}']),
+    ([""], [f"error: a call must be {FORM}, got nothing"]),
+    (["add(1)"], [f"error: a call must be JSON, {FORM}: "]),
+    (['{"name": "add", "arguments": [1]}'], [f'error: "arguments" must be a JSON object, {FORM}']),
+    (['{"name": "bell_ring"}', ADD], ["ding", "total 10"]),
+    (['{"name": "unreadable"}'], ["error: unknown tool 'unreadable'"]),
+    (['{"name": "<tool_call>"}'], ["error: unknown tool '<tool_call>'"]),
+]
+
+
+def test_all_calls_of_a_turn_are_answered_in_order():
+    responses = ["".join(f"<tool_call>{text}</tool_call>" for text in texts) for texts, _ in CALLS]
+    end = "By `<tool_call>` and <tool_call>, it is 10."
+    *steps, last = play("verifiers:ledger_taskset", [*responses, end], prompt="10!", answer=10)
+    for (texts, answers), step in zip(CALLS, steps, strict=True):
+        lines = step.observation.split("\n")
+        assert len(lines) == len(answers), texts
+        assert all(line.startswith(answer) for line, answer in zip(lines, answers)), (texts, lines)
+        assert (step.role, step.done) == ("tool", False)
+    assert last == Step(reward=1.0, done=True)
+
+
+def test_a_taskset_says_how_its_calls_end():
+    assert load_environment("verifiers:ledger_taskset").call_end == "</tool_call>"
+    assert load_environment("verifiers:guessing_taskset").call_end == ""
+    # Without tools a call is text.
+    with pytest.raises(RuntimeError, match=r"invalid literal for int.*<tool_call>"):
+        play("verifiers:guessing_taskset", [call("add", amount=1)], prompt="0?", secret=2)
 
 
 def test_problems_of_a_taskset(monkeypatch):

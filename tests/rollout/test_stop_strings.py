@@ -143,10 +143,10 @@ def test_only_the_last_token_ends_a_response():
     np.testing.assert_array_equal(ended, [False, True, False, False])
 
 
-def cut(texts, strings, keep=True):
+def cut(texts, strings, keep=True, needed=""):
     """Cut the text of a turn of a token each."""
     stop = StopStrings.of(strings, texts)
-    return stop.cut(range(len(texts)), lambda ids: "".join(texts[i] for i in ids), keep)
+    return stop.cut(range(len(texts)), lambda ids: "".join(texts[i] for i in ids), keep, needed)
 
 
 def test_what_rewards_see():
@@ -157,6 +157,10 @@ def test_what_rewards_see():
     assert cut(["x<a", "> y"], strings, keep=False) == "x<a> y"
     assert cut(["1</a>2</a>"], ("</a>",)) == "1</a>"
     assert StopStrings.of(strings, ["/a"]).cut([], "".join, True) == ""
+    # A text that a string completes may be kept in any case.
+    for stop in ("</a>", "a>", "</a> "):
+        assert cut(["1</a> ", "2"], (stop,), keep=False, needed="</a>").rstrip() == "1</a>"
+    assert cut(["1</b>2"], ("</a>", "</b>"), keep=False, needed="</a>") == "1"
     # Strings that end together: the longer one is left out.
     assert cut(["x", "ab"], ("b", "ab"), keep=False) == "x"
 
