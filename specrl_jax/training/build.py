@@ -34,7 +34,7 @@ from specrl_jax.models.transformer import Params, abstract_trained, param_count
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.scorers import reads_answer_part
+from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
@@ -135,6 +135,24 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
+
+
+def try_reward(run: Run) -> None:
+    """Score two responses to the first problem, before anything compiles: its answer, and "".
+
+    Raises ValueError in one line where a function of the user's can score neither.
+    """
+    name = run.config.reward.name
+    if run.config.environment.name or all(scorer.score for scorer in scorers_of(name)):
+        return
+    example = run.prompts.examples[0]
+    problem = (example.answer, example.task, example.metadata)
+    rewards = run.responder.pool.score([example.answer, ""], *([x] * 2 for x in problem))
+    if rewards.failed.all():
+        raise ValueError(
+            f"reward.name must score responses, {name} scores neither the first problem's answer, "
+            f"{example.answer[:50]!r}, nor an empty response: {rewards.reasons[0]}"
+        )
 
 
 def _describe_environment(
