@@ -62,7 +62,7 @@ class EnvironmentPool(WorkerPool):
     readable: paths that an episode may read besides Python and libraries, with : between them.
     on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or the policy is told.
     extract: a regular expression; group 1 of its last match in a response is what a step gets, ""
-      where there is none.
+      where there is none. A response with a call of a tool is not searched.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class EnvironmentPool(WorkerPool):
         self.reads_whole = loaded.reads_whole  # responses with their thoughts
         self.scores = loaded.scores  # it says what an episode is worth that a bound cuts short
         self.pays_at_end = loaded.pays_at_end  # such an episode has no reward, unless it scores
+        self.call_end = loaded.call_end  # text that ends a call of a tool
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._numbers = itertools.count()

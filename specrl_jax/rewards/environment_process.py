@@ -70,7 +70,8 @@ class LoadedEnvironment(NamedTuple):
     reads_whole: bool = False  # responses with their thoughts
     scores: bool = False  # it says what an episode is worth so far
     pays_at_end: bool = False  # an episode that is cut short has no reward, unless it scores
-    pattern: re.Pattern | None = None  # of `reward.extract`, for responses
+    call_end: str = ""  # text that ends a call of a tool
+    pattern: re.Pattern | None = None  # of `reward.extract`, for responses without a call
 
 
 def load(name: str, extract: str = "") -> LoadedEnvironment:
@@ -100,6 +101,7 @@ def load(name: str, extract: str = "") -> LoadedEnvironment:
         reads_whole=reads_whole,
         scores=callable(getattr(make, "score", None)),
         pays_at_end=bool(getattr(make, "pays_at_end", False)),
+        call_end=str(getattr(make, "call_end", "")),
         pattern=answer_pattern(extract, "reward.extract"),
     )
 
@@ -335,8 +337,9 @@ def _step(loaded: LoadedEnvironment, environments: dict[int, Any], request: Requ
         environments[request.episode] = environment
     step = Step()
     for response in request.responses:
-        answer = extract_answer(loaded.pattern, response) or ""
-        step = take_step(environments[request.episode], answer)
+        if not (loaded.call_end and loaded.call_end in response):
+            response = extract_answer(loaded.pattern, response) or ""
+        step = take_step(environments[request.episode], response)
     if request.scores:
         return Result(checked(float(environments[request.episode].score())))
     return Result(checked(step.reward), step.done, step.observation, role=step.role)

@@ -28,7 +28,8 @@ class Environment(Protocol):
     the class is trusted, and keeps the network and the files of its user. `starts_program = True`:
     it runs what a response says in a program of its own. A `prepare()` is called once, before the
     processes of episodes are forked, to import what all of them need. `reads_whole = True`: steps
-    get all of a response, its thoughts too.
+    get all of a response, its thoughts too. `call_end = ".."`: the text that ends a call of a tool.
+    Steps get it where it has stopped a turn, and a turn that holds it is no answer to extract.
 
     `after_timeout = Step(..)` says that an episode may go on after a step that took too long: with
     a new object, which `reset` begins, and whose files are gone. The step's observation tells the

@@ -5,26 +5,27 @@ never held the answer; the rights and limits of both are those of the episode. N
 """
 
 import contextlib
-import json
 import logging
 
 from specrl_jax.rewards.code import CodeProcess
 from specrl_jax.rewards.environment_protocol import Step
 from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
+from specrl_jax.rewards.tool_calls import BEGIN, END, Call, CallError, clean_code, read_calls
 
 MAX_OUTPUT = 2_000  # characters of a call's output; a longer one is cut
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-_USAGE = f'a call is {CALL}CODE{CALL_END}, or has "name": "python", "arguments": {{"code": CODE}}'
+_TOOL = "python"
+_USAGE = f'a call is {BEGIN}CODE{END}, or has "name": "{_TOOL}", "arguments": {{"code": CODE}}'
 
 
 class PythonTool:
-    """Answer a response that ends in a call by its output; take any other as the final answer.
+    """Answer the calls of a response by their output; take one without any as the final answer.
 
     Names stay from call to call, and `_` is the last value. A final answer that equals the
     problem's has reward 1; another one what the problem's scorer of reasoning-gym says, or `math`.
     """
 
     starts_program = True
+    call_end = END
     after_timeout = Step("Python was restarted: names and files are gone\n", role="tool")
 
     @staticmethod
@@ -40,45 +41,22 @@ class PythonTool:
         self._process: CodeProcess | None = None
 
     def step(self, response: str) -> tuple[str, float, bool, str]:
-        call = find_call(response)
-        if call is None:
+        calls = read_calls(response, _TOOL)
+        if not calls:
             return "", _score(response, **self._problem), True, "tool"
-        try:
-            code = read_call(call)
-        except ValueError as error:
-            return f"ValueError: {error}\n", 0.0, False, "tool"
+        return "".join(map(self._answer, calls)), 0.0, False, "tool"
+
+    def _answer(self, call: Call | CallError) -> str:
+        """Return the output of a call, or why there is none."""
+        if isinstance(call, CallError):
+            return f"error: {call.reason}; {_USAGE}\n"
+        code = call.arguments.get("code")
+        if call.name != _TOOL or not isinstance(code, str):
+            return f"error: {_USAGE}\n"
         if self._process is None:
             self._process = CodeProcess()
-        (output,) = self._process.ask("console", code, MAX_OUTPUT)
-        return output, 0.0, False, "tool"
-
-
-def find_call(response: str) -> str | None:
-    """Return what is between the tags at the end of a response; None where it ends otherwise.
-
-    The last tag may be missing, as where `reward.keep_stop` is False.
-    """
-    _, begin, rest = response.rpartition(CALL)
-    call, _, after = rest.partition(CALL_END)
-    return call.strip() if begin and not after.strip() else None
-
-
-def read_call(call: str) -> str:
-    """Return the code of a call: it is code, or JSON with a name and arguments.
-
-    Raises ValueError in one line where it calls another tool.
-    """
-    try:
-        values = json.loads(call)
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(values, dict) or "name" not in values:
-        return call
-    arguments = values.get("arguments")
-    code = arguments.get("code") if isinstance(arguments, dict) else None
-    if values["name"] != "python" or not isinstance(code, str):
-        raise ValueError(_USAGE)
-    return code
+        (output,) = self._process.ask("console", clean_code(code), MAX_OUTPUT)
+        return output
 
 
 def _score(response: str, answer: str, task: str, metadata: dict) -> float:

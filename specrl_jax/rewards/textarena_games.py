@@ -16,6 +16,9 @@ from textarena.envs.registration import ENV_REGISTRY
 from specrl_jax.inputs import one_line
 from specrl_jax.rewards.environment_protocol import Step
 
+# Games that a policy would learn wrongly, by their class, and why.
+_WRONG_REWARDS = {"BanditEnv": "TextArena pays its best button 0, and its worst one the most"}
+
 
 class Game:
     """A game; `load_game` makes a class for each. Its own reward ends it."""
@@ -88,5 +91,7 @@ def load_game(name: str) -> type[Game]:
             alike = [game for game in ENV_REGISTRY if game.startswith(f"{name}-v")]
             raise ValueError(f"there is {', '.join(alike[:3]) or 'no such game'}")
         path, _, game = ENV_REGISTRY[name].entry_point.partition(":")
+        if game in _WRONG_REWARDS:
+            raise ValueError(_WRONG_REWARDS[game])
         scored = _says_worth(getattr(importlib.import_module(path), game))
     return type("Game", (ScoredGame if scored else Game,), {"name": name})

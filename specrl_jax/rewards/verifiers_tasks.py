@@ -9,9 +9,9 @@ run in this process, where the package would start a program for each. No JAX.
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import queue
-import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,9 +28,8 @@ from verifiers.v1.utils import loaders
 
 from specrl_jax.inputs import one_line
 from specrl_jax.rewards.environment_protocol import Step
+from specrl_jax.rewards.tool_calls import END, CallError, find_calls, read_call
 
-# A call in a response, as Qwen and Hermes write it: JSON with "name" and "arguments".
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # What the chat templates of Qwen and Hermes tell a policy of its tools.
 _TOOLS = """# Tools
 
@@ -47,6 +46,7 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 _HOST = "127.0.0.1"
+_UNREADABLE = "unreadable"  # name of a call that cannot be read, as the package sees it
 
 
 # --- what the rollouts use ------------------------------------------------------------------------
@@ -172,7 +172,8 @@ class Episode:
         response = await self._turns.get()
         if response is None:
             return web.json_response({"error": {"message": "no more turns"}}, status=400)
-        said = _parse_turn(response, bool(tools), self._known)
+        said, faults = _parse_turn(response, bool(tools), self._known)
+        self._chat.faults |= faults
         reason = "tool_calls" if "tool_calls" in said else "stop"
         choice = {"index": 0, "message": said, "finish_reason": reason}
         head = {"id": "policy", "object": "chat.completion", "created": 0, "model": "policy"}
@@ -183,7 +184,7 @@ def load_taskset(name: str) -> type[Episode]:
     """Return the environment of a taskset, a module of that name. ValueError in one line."""
     with one_line(f"a taskset of verifiers must be a module that exports one, got {name!r}"):
         _role(name)
-    return type("Episode", (Episode,), {"name": name})
+    return type("Episode", (Episode,), {"name": name, "call_end": END if _has_tools(name) else ""})
 
 
 def read_tasks(name: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -218,6 +219,14 @@ def _role(name: str) -> str:
     return roles[0]
 
 
+def _has_tools(name: str) -> bool:
+    """Return whether a taskset or its tasks may have tools."""
+    taskset = loaders.taskset_class(name)
+    owners = ((taskset, vf.Taskset), (taskset.task_type(), vf.Task))
+    find = functools.partial(inspect.getattr_static, attr="toolsets")
+    return any(find(kind) is not find(base) for kind, base in owners)
+
+
 def _env_config(name: str, options: dict[str, Any]) -> vf.EnvConfig:
     """Return the configuration of an environment on this machine."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
@@ -246,24 +255,29 @@ def _first_messages(messages: Sequence[dict], tools: Sequence[dict]) -> list[dic
     return [{"role": "system", "content": text}, *shown]
 
 
-def _parse_turn(response: str, has_tools: bool, position: int) -> dict[str, Any]:
+def _parse_turn(
+    response: str, has_tools: bool, position: int
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a response as the assistant's message, with the calls of tools that it holds.
 
-    A call that is no JSON with a name stays text. position: of the message, for the calls' ids.
+    Also return why calls cannot be read, by their ids. position: of the message, for these ids.
     """
     message: dict[str, Any] = {"role": "assistant", "content": response}
+    around, texts = find_calls(response) if has_tools else (response, [])
     calls = []
-    for text in _TOOL_CALL.findall(response) if has_tools else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            call = json.loads(text)
-            arguments = json.dumps(call.get("arguments", {}))
-            function = {"name": str(call["name"]), "arguments": arguments}
-            ident = f"call-{position}-{len(calls)}"
-            calls.append({"id": ident, "type": "function", "function": function})
+    faults = {}
+    for call in (call for text in texts for call in read_call(text)):
+        ident = f"call-{position}-{len(calls)}"
+        function = {"name": _UNREADABLE, "arguments": "{}"}
+        if isinstance(call, CallError):
+            faults[ident] = call.reason
+        else:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        calls.append({"id": ident, "type": "function", "function": function})
     if calls:
-        message["content"] = _TOOL_CALL.sub("", response).strip()
+        message["content"] = around.strip()
         message["tool_calls"] = calls
-    return message
+    return message, faults
 
 
 # --- the agent's loop and its tools ---------------------------------------------------------------
@@ -275,6 +289,7 @@ class _ChatLoop(NullHarness):
     SUPPORTS_TOOL_INTERCEPTION = False
 
     tools: dict[str, MCPServer]  # that run in this process, by the prefix of their names
+    faults: dict[str, str]  # why calls cannot be read, by their ids
     trace: vf.Trace  # of the episode
 
     async def setup(self, runtime: vf.Runtime) -> None:
@@ -311,7 +326,22 @@ class _ChatLoop(NullHarness):
                 messages.append(said)
                 if not said.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
-                messages += [await _call(tools, call) for call in said["tool_calls"]]
+                messages += [await self._answer(tools, call) for call in said["tool_calls"]]
+
+    async def _answer(
+        self, tools: Mapping[str, tuple[dict, Callable]], call: dict
+    ) -> dict[str, Any]:
+        """Return the message of what a tool answers to a call."""
+        name = call["function"]["name"]
+        if fault := self.faults.get(call["id"]):
+            content = f"error: {fault}"
+        elif name not in tools:
+            content = f"error: unknown tool {name!r}"
+        else:
+            _, function = tools[name]
+            result = await function(json.loads(call["function"]["arguments"]))
+            content = mcp_content_to_chat_content(result.content)
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 
 async def _connect(
@@ -329,26 +359,13 @@ async def _connect(
     return tools
 
 
-async def _call(tools: Mapping[str, tuple[dict, Callable]], call: dict) -> dict[str, Any]:
-    """Return the message of what a tool answers to a call."""
-    name = call["function"]["name"]
-    arguments = json.loads(call["function"]["arguments"])
-    if name not in tools:
-        content = f"error: unknown tool {name!r}"
-    elif not isinstance(arguments, dict):
-        content = f"error: tool arguments must be a JSON object, got {type(arguments).__name__}"
-    else:
-        _, function = tools[name]
-        content = mcp_content_to_chat_content((await function(arguments)).content)
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
-
-
 @contextlib.asynccontextmanager
 async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator["_ChatLoop"]:
     """Have the environment's agent run in this process, and the tools that may; give its loop."""
     role = _role(env.config.taskset.id)
     loop = _ChatLoop(getattr(env.config, role).harness)
     loop.tools = {}
+    loop.faults = {}
     set_up = env.setup
 
     async def set_up_loop(agents: vf.Agents) -> None:

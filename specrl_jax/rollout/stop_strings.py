@@ -87,10 +87,17 @@ class StopStrings:
         ends = self.ends(np.array([[*before, *ids]], np.int32), np)[0]
         return int(np.argmax(ends)) + 1 if ends.any() else 0
 
-    def cut(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], keep: bool) -> str:
+    def cut(
+        self,
+        ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        keep: bool,
+        needed: str = "",
+    ) -> str:
         """Decode a turn up to the first string that its tokens complete; all of it without one.
 
         ids: of the turn. decode: token ids → text. keep: up to the string's end, else to its begin.
+        needed: a text that is kept in any case, where the string completes it.
         """
         count = self.count_to_end(ids)
         if not count:
@@ -104,6 +111,8 @@ class StopStrings:
         if not places:  # the decoder hides the string, as a special token
             return text
         end, begin = min(places)
+        if needed and text[:end].rstrip().endswith(needed):
+            keep = True
         return text[: end if keep else begin]
 
 

@@ -118,11 +118,13 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
             **limits,
         )
         reads_thoughts = pool.reads_whole
-        _describe_environment(config, pool, tokenizer, tags)
+        call_end = pool.call_end
+        _describe_environment(config, pool, tokenizer, tags, stop)
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
         reads_thoughts = not reads_answer_part(settings.name, settings.extract)
+        call_end = ""
     if not reads_thoughts:
         _check_tags(settings, tags, tokenizer)
     return Responder(
@@ -132,6 +134,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         tags,
         stop=stop,
         keep_stop=settings.keep_stop,
+        call_end=call_end,
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
@@ -156,17 +159,40 @@ def try_reward(run: Run) -> None:
 
 
 def _describe_environment(
-    config, pool: EnvironmentPool, tokenizer: Tokenizer, tags: ThoughtTags
+    config,
+    pool: EnvironmentPool,
+    tokenizer: Tokenizer,
+    tags: ThoughtTags,
+    stop: StopStrings | None,
 ) -> None:
-    """Print which turns a template changes, and whether episodes that are cut short get nothing."""
+    """Print what a user might not expect: turns that a template changes, and bounds of episodes.
+
+    Raises ValueError where the environment would see no calls.
+    """
+    name = config.environment.name
     source = config.tokenizer.source or config.model.source
     if changed := changed_turns(tokenizer, source, tags.pairs):
         print(f"environment: {changed}", flush=True)
     if pool.pays_at_end and not pool.scores:
         print(
-            f"environment: {config.environment.name} pays at the end of an episode and does not "
+            f"environment: {name} pays at the end of an episode and does not "
             "say what it is worth before: one that environment.max_turns or rollout.response_len "
             "ends has no reward",
+            flush=True,
+        )
+    call_end = pool.call_end
+    if not call_end:
+        return
+    if tokenizer.is_special(call_end) and not config.reward.keep_special_tokens:
+        raise ValueError(
+            f"reward.keep_special_tokens must be True where environment.name is {name} and "
+            f"{call_end} is a special token, got False"
+        )
+    strings = stop.strings if stop else ()
+    if not any(call_end in string or string in call_end for string in strings):
+        print(
+            f"environment: {name} has tools, and no text of rollout.stop ends a turn at {call_end}:"
+            f" a turn goes on after a call; set --config.rollout.stop='{call_end}'",
             flush=True,
         )
 

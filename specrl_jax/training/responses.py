@@ -98,6 +98,9 @@ class Responder:
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
     stop: StopStrings | None = None  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
+    call_end: str = (
+        ""  # text that ends a call of the environment's tools; texts hold it in any case
+    )
     max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
@@ -156,7 +159,9 @@ class Responder:
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
         decode = functools.partial(self.tokenizer.decode, keep_special=self.keep_special_tokens)
-        return self.stop.cut(ids, decode, self.keep_stop) if self.stop else decode(ids)
+        if self.stop is None:
+            return decode(ids)
+        return self.stop.cut(ids, decode, self.keep_stop, self.call_end)
 
     def begins_thoughts(self, prompts: Prompts) -> np.ndarray:
         """Mark the Q prompts that leave a thought open: at the end, or in what is continued."""

@@ -1,0 +1,200 @@
+"""Calls of tools in a response: what stands between `<tool_call>` and `</tool_call>`.
+
+Takes the text of a turn; gives its calls in their order, and an error for each that cannot be read.
+A call is JSON with "name" and "arguments", as Qwen and Hermes write it, or code where a tool runs
+code. A tag without its other one is text, and so is one in quotes. No JAX.
+"""
+
+import ast
+import json
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_MAX_ENDS = 8  # end tags of which one may end a call; those before it stand in its strings
+_BEGIN = re.compile(rf"([`'\"]){BEGIN}\1|{BEGIN}")  # group 1: the tag is quoted
+_BLANK_LINES = re.compile(r"\A(?:[ \t]*\r?\n)+")
+_LANGUAGE = r"(?:[\w+-]*[ \t]*\n|(?:python3?|py|json)\b)?"
+_FENCES = re.compile(
+    rf"^[ \t]*(`{{3,}}|~{{3,}})[ \t]*{_LANGUAGE}(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_ONE_LINE_FENCE = re.compile(rf"(`+|~{{3,}})[ \t]*{_LANGUAGE}([^\n]+?)\1")
+# The beginning of a call in JSON, right or wrong: what code would hardly be.
+_JSON_CALL = re.compile(
+    r"\[?\s*\{\s*(?:\"(?:name|arguments|parameters)\"\s*:"
+    r"|'name'\s*:.*'(?:arguments|parameters)'\s*:)",
+    re.DOTALL,
+)
+_JSON = json.JSONDecoder(strict=False)  # strings may hold line ends
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
+_FORM = '{"name": .., "arguments": {..}}'
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class CallError(NamedTuple):
+    """A call that cannot be read."""
+
+    reason: str  # for the policy to read
+
+
+def read_calls(response: str, code_tool: str = "") -> list[Call | CallError]:
+    """Return the calls of a response; arguments: see `read_call`."""
+    _, texts = find_calls(response)
+    return [call for text in texts for call in read_call(text, code_tool)]
+
+
+def find_calls(response: str) -> tuple[str, list[str]]:
+    """Return the text around the calls, and what is between the tags of each.
+
+    A string of code or JSON may hold the tags. An opening tag whose call holds another one
+    elsewhere is text: the policy has only mentioned it.
+    """
+    around = []
+    calls = []
+    rest = 0  # where the text after the last call begins
+    position = 0
+    while begin := _BEGIN.search(response, position):
+        position = begin.end()
+        if begin[1]:
+            continue
+        end = _find_end(response, position)
+        if end < 0:
+            continue
+        around.append(response[rest : begin.start()])
+        calls.append(response[position:end])
+        rest = position = end + len(END)
+    return "".join([*around, response[rest:]]), calls
+
+
+def _find_end(response: str, start: int) -> int:
+    """Return where the end tag of a call is; -1 where its opening tag is text."""
+    first = end = response.find(END, start)
+    for _ in range(_MAX_ENDS):
+        if end < 0:
+            break
+        if _is_whole(response[start:end]):
+            return end
+        end = response.find(END, end + len(END))
+    return -1 if BEGIN in response[start:first] else first
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether the text of a call is JSON or Python."""
+    code = clean_code(text)
+    if _read_json(code) is not None:
+        return True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def clean_code(text: str) -> str:
+    """Return code without fences and indentation around it."""
+    text = _unindented(text)
+    if fence := _ONE_LINE_FENCE.fullmatch(text):
+        return fence[2].strip()
+    if text.startswith(("```", "~~~")):
+        return "\n".join(_unindented(code) for _, code in _FENCES.findall(text))
+    return text
+
+
+def _unindented(text: str) -> str:
+    return textwrap.dedent(_BLANK_LINES.sub("", text)).strip()
+
+
+def read_call(text: str, code_tool: str = "") -> list[Call | CallError]:
+    """Return the calls that stand between two tags: one, or those of a list of JSON.
+
+    code_tool: tool whose argument "code" may stand alone. All text is code then but a JSON object,
+      some of them, and what begins as a call in JSON: 42, null and [1] are Python. "": none.
+    """
+    text = clean_code(text)
+    values = _read_json(text)
+    if code_tool and not _is_json_call(text, values):
+        return [Call(code_tool, {"code": text})]
+    if not text:
+        return [CallError(f"a call must be {_FORM}, got nothing")]
+    if values is None:
+        return [CallError(f"a call must be JSON, {_FORM}: {_json_fault(text)}")]
+    return [_read_value(value) for value in values]
+
+
+def _is_json_call(text: str, values: Sequence[Any] | None) -> bool:
+    if values is None:
+        return _JSON_CALL.match(text) is not None
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
+def _read_json(text: str) -> list[Any] | None:
+    """Return the JSON values of a text, of a list its items; None where it is anything else."""
+    values = []
+    position = 0
+    try:
+        while position < len(text):
+            value, position = _JSON.raw_decode(text, position)
+            values.append(value)
+            position = _BETWEEN_VALUES.match(text, position).end()
+    except (ValueError, RecursionError):
+        return None
+    if len(values) == 1 and isinstance(values[0], list) and values[0]:
+        return values[0]
+    return values or None
+
+
+def _json_fault(text: str) -> str:
+    """Return in one line why a text is no JSON."""
+    try:
+        _JSON.decode(text)
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return str(error)
+    return "it holds something else"
+
+
+def _read_value(value: Any) -> Call | CallError:
+    """Return the call that a JSON value is."""
+    if not isinstance(value, dict):
+        return CallError(f"a call must be a JSON object, {_FORM}, got {_shown(value)}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return CallError(f'a call must have the "name" of a tool, {_FORM}, got {_shown(value)}')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _read_arguments(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return CallError(f'"arguments" must be a JSON object, {_FORM}, got {_shown(arguments)}')
+    return Call(name, arguments)
+
+
+def _read_arguments(text: str) -> Any:
+    """Return the value of arguments that are JSON in a string; the string where they are none."""
+    values = _read_json(clean_code(text))
+    if not text.strip():
+        return None
+    return values[0] if values is not None and len(values) == 1 else text
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as JSON."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= 60 else f"{text[:60]}..."
