@@ -224,7 +224,7 @@ def base() -> ConfigDict:
     updates.old_logprobs = "rollout"  # rollout | recompute (one more pass) | current (ratio 1)
 
     config.train = train = ConfigDict()
-    train.epochs = 4  # passes over the training prompts; paper 15
+    train.epochs = 4  # passes over the training prompts, to the nearest step; paper 15
     train.steps = 0  # > 0: exactly this many steps instead; paper 90
 
     config.warmup = warmup = ConfigDict()  # supervised stage before step 1
