@@ -244,7 +244,7 @@ def base() -> ConfigDict:
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 16  # steps between checkpoints
     checkpoint.keep_last = 2  # newest checkpoints to keep; >= 2: the next step tests the weights
-    checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
+    checkpoint.keep_best = 1  # evaluated steps with the best held-out reward, saved and kept
 
     config.log = log = ConfigDict()
     log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
