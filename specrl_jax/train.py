@@ -106,7 +106,8 @@ def loop(
             evaluate_held_out(run, state, log)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         metric = log.write().get("reward/eval")
-        if state.step % run.config.checkpoint.every == 0 or last:
+        due = state.step % run.config.checkpoint.every == 0 or last
+        if due or checkpoints.is_best(metric):
             save(metric)
             log.page.refresh()
     if stopped:
