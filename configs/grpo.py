@@ -225,7 +225,7 @@ def base() -> ConfigDict:
     updates.old_logprobs = "rollout"  # rollout | recompute (one more pass) | current (ratio 1)
 
     config.train = train = ConfigDict()
-    train.epochs = 4  # passes over the training prompts; paper 15
+    train.epochs = 4  # passes over the training prompts, to the nearest step; paper 15
     train.steps = 0  # > 0: exactly this many steps instead; paper 90
 
     config.warmup = warmup = ConfigDict()  # supervised stage before step 1
@@ -245,7 +245,7 @@ def base() -> ConfigDict:
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 16  # steps between checkpoints
     checkpoint.keep_last = 2  # newest checkpoints to keep; >= 2: the next step tests the weights
-    checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
+    checkpoint.keep_best = 1  # evaluated steps with the best held-out reward, saved and kept
 
     config.log = log = ConfigDict()
     log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard

@@ -32,7 +32,7 @@ from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.training import memory
-from specrl_jax.training.build import build, init_state, resume
+from specrl_jax.training.build import build, init_state, resume, try_reward
 from specrl_jax.training.collect import TrainBatch, make_train_batch, next_inputs
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
@@ -106,7 +106,8 @@ def loop(
             evaluate_held_out(run, state, log)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         metric = log.write().get("reward/eval")
-        if state.step % run.config.checkpoint.every == 0 or last:
+        due = state.step % run.config.checkpoint.every == 0 or last
+        if due or checkpoints.is_best(metric):
             save(metric)
             log.page.refresh()
     if stopped:
@@ -168,6 +169,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
             print(f"{workdir}: finished at step {state.step} of {run.total_steps}, nothing to do")
             return
         run.responder.pool.warm_up()
+        try_reward(run)
         if state is None and resume_from:
             state = _resume_from(resume_from, run, params)
         elif state is None:

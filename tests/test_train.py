@@ -94,8 +94,19 @@ EVALUATED = ALL_ROWS | {
 }  # fmt: skip
 
 
-def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_mesh, capfd):
+def test_a_reward_that_scores_nothing_is_told_before_anything_compiles(tmp_path, make_mesh):
+    config = small_config({"reward.name": "small_runs:never", "reward.extract": ""})
+    error = r"^reward.name must score responses, small_runs:never scores neither .* 'column'$"
+    with jax.set_mesh(make_mesh(1, 1, 1)), pytest.raises(ValueError, match=error):
+        loop.train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(
+    tmp_path, make_mesh, capfd, monkeypatch
+):
     config = small_config({"reward.name": "small_runs:never", "reward.extract": ""}, steps=9)
+    monkeypatch.setattr(loop, "try_reward", lambda run: None)  # as if it failed later
     with (
         jax.set_mesh(make_mesh(1, 1, 1)),
         pytest.raises(ValueError, match=r"^step 3: 32 of 32 answers could not be scored, 32 of"),

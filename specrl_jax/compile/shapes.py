@@ -19,6 +19,7 @@ from specrl_jax.algorithms.update_spec import (
     init_policy_state,
     make_update_spec,
 )
+from specrl_jax.data.curriculum import count_steps
 from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
@@ -369,8 +370,7 @@ def of_config(config) -> AbstractRun:
     rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
     evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
     prompts = config.data.prompts or UNKNOWN_PROMPTS
-    steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
-    steps = config.train.steps or config.train.epochs * steps_per_epoch
+    steps = count_steps(config, prompts)
     has_head = rollout.draft_head is not None
     update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
     key = placed(jax.eval_shape(lambda: jax.random.key(0)))

@@ -16,7 +16,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from logging import getLogger
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -189,9 +189,16 @@ def run(main: Callable[[], None]) -> None:
             if not flags.FLAGS["verbosity"].present:
                 logging.set_verbosity(logging.WARNING)
             getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+            if not os.environ.get("SPECRL_TRACEBACK"):
+                logging.get_absl_handler().addFilter(_is_told_once)
             main()
 
     app.run(call, flags_parser=_parse)
+
+
+def _is_told_once(record: LogRecord) -> bool:
+    """Return False for tracebacks that Orbax logs: the error is raised too, and told in a line."""
+    return not (record.exc_info and "orbax" in Path(record.pathname).parts)
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from specrl_jax.types import Example, Prompts, StatePart
 
 
 class PromptStream(StatePart):
-    """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
+    """Uniform: endless batches of Q distinct prompts, each prompt exactly once an epoch.
 
-    The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches and
-    leaves out the last `leftover` prompts of its order; the next epoch leaves out others.
-    `epoch_index` (from 0) and `batch_index` (in that epoch) are those of the next batch.
+    The order of an epoch is a pure function of (seed, epoch). A batch takes the rest of an epoch
+    and goes on with the next one, whose prompts that it already has come first in the next batch.
+    Prompts are drawn in pieces of Q, the last piece of an epoch has the rest: `epoch_index` (from
+    0) and `batch_index` (in that epoch) are those of the next piece.
 
     settings: `config.curriculum`. total_steps: of the run.
     """
@@ -46,7 +47,7 @@ class PromptStream(StatePart):
                 f"rollout.prompts_per_step must be in [1, {total}], the number of training "
                 f"prompts, got {prompts_per_step}"
             )
-        self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
+        self.prompts_per_epoch = total
         self.epoch_index = 0
         self.batch_index = 0
         self.waiting: list[str] = []  # prompt_ids that `take` has passed over
@@ -88,11 +89,11 @@ class PromptStream(StatePart):
             drawn = self._draw()
 
     def _draw(self) -> list[str]:
-        """Return the prompt_ids of the next batch of the epoch."""
+        """Return the prompt_ids of the next piece of the epoch."""
         order = np.random.default_rng([self._seed, self.epoch_index]).permutation(len(self._ids))
         batch = order[self.batch_index * self._size :][: self._size]
         self.batch_index += 1
-        if self.batch_index == self.steps_per_epoch:
+        if self.batch_index * self._size >= len(order):
             self.epoch_index += 1
             self.batch_index = 0
         return [self._ids[row] for row in batch]
@@ -112,14 +113,10 @@ class PromptStream(StatePart):
         return select(self._encoded, [self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
-    def prompts_per_epoch(self) -> int:
-        return self.steps_per_epoch * self._size
-
-    @property
     def given(self) -> int:
         """Prompts given out since the run began, with repeats."""
-        batches = self.epoch_index * self.steps_per_epoch + self.batch_index
-        return batches * self._size - len(self.waiting)
+        drawn = self.epoch_index * self.prompts_per_epoch + self.batch_index * self._size
+        return drawn - len(self.waiting)
 
     def peek(self) -> Prompts:
         """Return what `next` will give, without going on."""
@@ -332,6 +329,16 @@ CURRICULA: dict[str, type[PromptStream]] = {
     "mopps": ByPassRate,
     "easy_to_hard": EasyToHard,
 }
+
+
+def count_steps(config: Any, prompts: int) -> int:
+    """Return the steps of a run on this many prompts.
+
+    Without `train.steps` as many as come nearest to `train.epochs` passes: epochs · N / Q, rounded.
+    """
+    size = config.rollout.prompts_per_step
+    rounded = (2 * config.train.epochs * prompts + size) // (2 * size)
+    return config.train.steps or max(rounded, 1)
 
 
 def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> PromptStream:

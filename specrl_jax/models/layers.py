@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
@@ -129,6 +130,26 @@ def apply_rope(x_BTNH: Array, rope: Rope, scale: float = 1.0) -> Array:
     return (rotated * scale).astype(x_BTNH.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def float32_einsum(equation: str, layout: PartitionSpec, x: Array, w: Array) -> Array:
+    """Compute an einsum whose result is float32; its gradients are products in the type of x."""
+    return jnp.einsum(equation, x, w, out_sharding=layout, preferred_element_type=jnp.float32)
+
+
+def _float32_einsum_forward(equation: str, layout: PartitionSpec, x: Array, w: Array):
+    return float32_einsum(equation, layout, x, w), (x, w)
+
+
+def _float32_einsum_backward(
+    equation: str, layout: PartitionSpec, factors: tuple[Array, Array], grad: Array
+):
+    product = functools.partial(jnp.einsum, equation, out_sharding=layout)
+    return jax.vjp(product, *factors)[1](grad.astype(factors[0].dtype))
+
+
+float32_einsum.defvjp(_float32_einsum_forward, _float32_einsum_backward)
+
+
 class Place(NamedTuple):
     """Slots and positions of the T tokens of a call, and who sees whom."""
 
@@ -162,15 +183,24 @@ class LayerModule(nnx.Module):
         """
         cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
         weight = cut(self.weight(f"{name}_proj"))
-        out = jnp.einsum(equation, x, weight, out_sharding=axes(*dims))
+        out = self.multiply(equation, x, weight, f"{name}_proj", *dims)
         out = self.adapt(out, equation, x, f"{name}_proj", *dims)
         if getattr(self, f"{name}_bias", None) is not None:
             bias = cut(self.weight(f"{name}_bias"))
             out = out + bias[(None,) * (out.ndim - bias.ndim)]
         return out
 
+    def multiply(self, equation: str, x: Array, w: Array, name: str, *dims: str | None) -> Array:
+        """Compute x·W, the weight `name`: in float32 where `adapt` adds to it."""
+        if getattr(self, adapter_names(name)[0], None) is None:
+            return jnp.einsum(equation, x, w, out_sharding=axes(*dims))
+        return float32_einsum(equation, axes(*dims), x, w)
+
     def adapt(self, out: Array, equation: str, x: Array, name: str, *dims: str | None) -> Array:
         """Add to x·W of the einsum `equation` what the adapters of W add: scale·(x·A)·B.
+
+        The sum of the two is rounded to the compute type, and neither before: a change below half
+        the last bit of x·W would vanish. out: as `multiply` gives it.
 
         Through the narrow A and B: the gradient of W, as wide as W, is never computed. For
         "BTD,DNH->BTNH" the products are "BTD,Dr->BTr" and "BTr,rNH->BTNH".
@@ -186,8 +216,8 @@ class LayerModule(nnx.Module):
         layout = axes("batch", *(None,) * len(rows))
         down = jnp.einsum(f"{x_axes},{inputs}r->{rows}r", x, self.weight(a), out_sharding=layout)
         up = f"{rows}r,r{outputs}->{result}"
-        added = jnp.einsum(up, down, self.weight(b), out_sharding=axes(*dims))
-        return out + self.config.lora.scale * added
+        added = float32_einsum(up, axes(*dims), down, self.weight(b))
+        return (out + self.config.lora.scale * added).astype(self.config.dtype)
 
 
 class Attention(LayerModule):
@@ -225,7 +255,7 @@ class Attention(LayerModule):
         weight = self.weight("o_proj")
         w_AD = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=axes("heads", None))
         dims = ("batch", None, None)
-        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=axes(*dims))
+        out = self.multiply("BTA,AD->BTD", out_BTA, w_AD, "o_proj", *dims)
         out = self.adapt(out, "BTNH,NHD->BTD", out_BTNH, "o_proj", *dims)
         return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 

@@ -51,6 +51,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         read_only: bool = False,
     ):
         self.directory = epath.Path(directory).resolve()
+        self._keep_best = keep_best
         _hide_late_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
@@ -85,7 +86,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         if step in self._manager.all_steps():
             return False
-        known = metric is not None and not math.isnan(metric)
         named = _by_name(arrays)
         described = {name: _described(x) for name, x in named.items()}
         saved = _sealed({"values": dict(host), "arrays": described, "sums": checksums(named)})
@@ -95,7 +95,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                 args=ocp.args.Composite(
                     arrays=ocp.args.StandardSave(named), host=ocp.args.JsonSave(saved)
                 ),
-                metrics={_METRIC: float(metric)} if known else {},
+                metrics={_METRIC: float(metric)} if _is_known(metric) else {},
                 force=True,
             )
 
@@ -108,10 +108,19 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Return the newest step, or None."""
         return max(self.steps(), default=None)
 
+    def is_best(self, metric: float | None) -> bool:
+        """Return whether a step with this metric would be among the `keep_best`."""
+        if not self._keep_best or not _is_known(metric):
+            return False
+        ranked = sorted(metric for metric, _ in self._ranked())
+        return len(ranked) < self._keep_best or metric >= ranked[-self._keep_best]
+
+    def _ranked(self) -> list[tuple[float, int]]:
+        return [(_metric(self._manager.metrics(step) or {}), step) for step in self.steps()]
+
     def best_step(self) -> int | None:
         """Return the step with the highest metric, the newest of several; None without one."""
-        ranked = [(_metric(self._manager.metrics(step) or {}), step) for step in self.steps()]
-        metric, step = max(ranked, default=(-math.inf, None))
+        metric, step = max(self._ranked(), default=(-math.inf, None))
         return None if metric == -math.inf else step
 
     def holds(self, step: int, name: str) -> bool:
@@ -264,6 +273,10 @@ def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> d
 
 def _metric(metrics: Mapping) -> float:
     return metrics.get(_METRIC, -math.inf)
+
+
+def _is_known(metric: float | None) -> bool:
+    return metric is not None and not math.isnan(metric)
 
 
 @contextlib.contextmanager

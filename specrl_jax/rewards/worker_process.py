@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import logging
+import mmap
 import os
 import select
 import signal
@@ -37,6 +38,8 @@ CONTAINED = (  # after an error of the system, in a user's own function or class
     "see contained = False in docs/extending.md)"
 )
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
+MAX_LINES_PRINTED = 5  # lines of a worker's answers in the log
+_LINES_PRINTED = mmap.mmap(-1, 1)  # their number; shared with the processes that it forks
 NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
 MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
@@ -288,9 +291,14 @@ class Reader:
                 self._printed = (self._printed + data)[:MAX_PRINTED]
 
     def close(self, source: str = "a reward") -> None:
-        """Print what was printed, in one line that says where it is from."""
+        """Print what was printed, in one line that says where it is from; but few such lines."""
         self._take(0)
-        if text := printable(self._printed.decode(errors="replace")):
+        text = printable(self._printed.decode(errors="replace"))
+        count = _LINES_PRINTED[0]
+        if text and count <= MAX_LINES_PRINTED:
+            _LINES_PRINTED[0] = count + 1
+            if count == MAX_LINES_PRINTED:
+                text = "more, which is left out from here on; call it by hand to read all"
             print(f"printed by {source}: {text}", file=sys.stderr, flush=True)
         os.close(self._report_fd)
         os.close(self._printed_fd)

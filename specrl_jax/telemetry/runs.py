@@ -432,7 +432,7 @@ def _headlines(records: Sequence[Record]) -> list[str]:
     lines = []
     for title, name in (("held-out reward", "reward/eval"), ("training reward", "reward/mean")):
         if points := values(records, name):
-            best = max(points, key=lambda point: point[1])
+            best = max(points, key=lambda point: (point[1], point[0]))  # as --step=best
             named = zip(("first", "best", "last"), (points[0], best, points[-1]))
             texts = (f"{which} {value:.3f} (step {step})" for which, (step, value) in named)
             lines.append(f"{title}: {', '.join(texts)}")

@@ -17,7 +17,7 @@ from specrl_jax.algorithms.update_spec import (
     make_update_spec,
 )
 from specrl_jax.data.chat_template import changed_turns
-from specrl_jax.data.curriculum import PromptStream, make_stream
+from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
     EncodedDataset,
@@ -34,7 +34,7 @@ from specrl_jax.models.transformer import Params, abstract_trained, param_count
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
 from specrl_jax.rewards.environment_pool import EnvironmentPool
-from specrl_jax.rewards.scorers import reads_answer_part
+from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
@@ -66,7 +66,7 @@ def build(config) -> tuple[Run, Params]:
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
-    total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
+    total_steps = count_steps(config, len(prompts.lens))
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
     schedule = policy_schedule(config, total_steps)
@@ -93,7 +93,7 @@ def build(config) -> tuple[Run, Params]:
         spec.check_max_rows()
         if run.held_out:
             run.eval_spec.check_max_rows()
-    _describe(run, stream)
+    _describe(run)
     return run, params
 
 
@@ -140,6 +140,24 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         max_turns=environment.max_turns if environment.name else 0,
         allow_unfinished=environment.allow_unfinished,
     )
+
+
+def try_reward(run: Run) -> None:
+    """Score two responses to the first problem, before anything compiles: its answer, and "".
+
+    Raises ValueError in one line where a function of the user's can score neither.
+    """
+    name = run.config.reward.name
+    if run.config.environment.name or all(scorer.score for scorer in scorers_of(name)):
+        return
+    example = run.prompts.examples[0]
+    problem = (example.answer, example.task, example.metadata)
+    rewards = run.responder.pool.score([example.answer, ""], *([x] * 2 for x in problem))
+    if rewards.failed.all():
+        raise ValueError(
+            f"reward.name must score responses, {name} scores neither the first problem's answer, "
+            f"{example.answer[:50]!r}, nor an empty response: {rewards.reasons[0]}"
+        )
 
 
 def _describe_environment(
@@ -251,7 +269,7 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
         )
 
 
-def _describe(run: Run, stream: PromptStream) -> None:
+def _describe(run: Run) -> None:
     """Print what was loaded, and all that was left out."""
     count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
     if run.model.lora:
@@ -270,8 +288,7 @@ def _describe(run: Run, stream: PromptStream) -> None:
     print(
         f"data: {len(run.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
         f"duplicates and {dropped} longer than data.prompt_len left out), {held_out} held out; "
-        f"{stream.steps_per_epoch} steps an epoch ({stream.leftover} prompts wait for the next "
-        f"one), {run.total_steps} in all",
+        f"{_steps_per_epoch(run)}, {run.total_steps} in all",
         flush=True,
     )
     config = run.config
@@ -287,6 +304,14 @@ def _describe(run: Run, stream: PromptStream) -> None:
             "are encoded as text: only the chat template writes control tokens",
             flush=True,
         )
+
+
+def _steps_per_epoch(run: Run) -> str:
+    steps = len(run.prompts.lens) / run.config.rollout.prompts_per_step
+    text = f"{round(steps, 2):g} steps an epoch"
+    if not steps.is_integer():
+        text += ", of which the last one begins the next epoch"
+    return text
 
 
 # The state ----------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class RolloutState:
     store: DraftStore
     kept_noise: KeptNoise
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
-    epoch: int = 0  # pass over the prompts, from 1, in which the rollouts of `step` began
+    epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts

@@ -9,7 +9,7 @@ import pytest
 from small_runs import preset
 from test_prompts import encoded_set, prompts_of
 
-from specrl_jax.data.curriculum import SCHEDULES, PromptStream, make_stream, part_of
+from specrl_jax.data.curriculum import SCHEDULES, PromptStream, count_steps, make_stream, part_of
 
 
 def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
@@ -24,13 +24,63 @@ def ids_of(batch):
     return [example.prompt_id for example in batch.examples]
 
 
-def test_an_epoch_is_its_own_order_of_all_prompts_but_the_leftover():
-    stream = PromptStream(encoded_set(11), 3, seed=5)
-    assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
+def test_an_epoch_is_its_own_order_of_all_prompts():
+    stream = PromptStream(encoded_set(12), 3, seed=5)
     for epoch in range(4):
         assert (stream.epoch_index, stream.batch_index) == (epoch, 0)
-        order = np.random.default_rng([5, epoch]).permutation(11)[:9]
-        assert [p for _ in range(3) for p in prompts_of(stream.next())] == [f"{i}>" for i in order]
+        assert stream.waiting == []
+        order = np.random.default_rng([5, epoch]).permutation(12)
+        assert [p for _ in range(4) for p in prompts_of(stream.next())] == [f"{i}>" for i in order]
+
+
+def test_a_batch_takes_the_rest_of_an_epoch_and_begins_the_next():
+    """5 prompts, 3 a step: what a step has of both epochs comes first in the next step."""
+    stream = PromptStream(encoded_set(5), 3, seed=7)
+    orders = [np.random.default_rng([7, epoch]).permutation(5).tolist() for epoch in range(2)]
+    assert orders == [[2, 0, 4, 1, 3], [3, 0, 2, 1, 4]]
+    batches = [prompts_of(stream.next()) for _ in range(3)]
+    assert batches == [["2>", "0>", "4>"], ["1>", "3>", "0>"], ["3>", "2>", "1>"]]
+
+
+@pytest.mark.parametrize(
+    ("total", "size"), [(100, 51), (100, 49), (100, 99), (11, 3), (7, 4), (3, 2), (5, 5), (4, 1)]
+)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_each_prompt_comes_once_before_any_comes_twice(total, size, seed):
+    stream = PromptStream(encoded_set(total), size, seed)
+    count = collections.Counter(dict.fromkeys(ids_of(stream.find(stream._ids)), 0))
+    for step in range(1, 4 * total // size + 2):
+        names = ids_of(stream.next())
+        assert len(set(names)) == size
+        before = min(count.values())
+        for name in names:
+            count[name] += 1
+        assert stream.given == count.total() == step * size
+        # A step may end a pass and begin the next, in whose prompts none is left behind.
+        assert max(count.values()) - before <= 2
+        assert max(count.values()) - min(count.values()) <= 1
+    if size < total:
+        assert max(count.values()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "size", "steps"),
+    [
+        (4, 1000, 512, 8),
+        (1, 1000, 512, 2),
+        (1, 1100, 512, 2),
+        (3, 12, 4, 9),
+        (1, 5, 2, 3),
+        (1, 3, 3, 1),
+    ],
+)
+def test_steps_come_nearest_to_the_epochs(epochs, prompts, size, steps):
+    config = preset("tiny")
+    config.train.update(epochs=epochs, steps=0)
+    config.rollout.prompts_per_step = size
+    assert count_steps(config, prompts) == steps
+    config.train.steps = 17
+    assert count_steps(config, prompts) == 17
 
 
 @pytest.mark.parametrize("name", ["uniform", "mopps", "easy_to_hard"])

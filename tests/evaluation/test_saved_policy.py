@@ -81,6 +81,24 @@ def test_best_is_the_checkpoint_with_the_highest_held_out_reward(main, run):
     assert _open(run, "best").step == best
 
 
+@pytest.mark.parametrize("keep_best", [1, 2])
+def test_best_is_of_all_evaluated_steps(main, mesh, tmp_path, monkeypatch, keep_best):
+    """Checkpoints of other steps than evaluations: those that are evaluated best are kept too."""
+    rewards = {0: 0.1, 2: 0.3, 4: 0.7, 6: 0.2, 7: 0.2}
+
+    def evaluate_held_out(run, state, log):
+        log.add({"reward/eval": rewards[state.step]})
+
+    monkeypatch.setattr(train, "evaluate_held_out", evaluate_held_out)
+    changes = {"evaluate.every": 2, "checkpoint.every": 3, "train.steps": 7}
+    workdir = tmp_path / "run"
+    train.train(small_config(CONFIG | changes | {"checkpoint.keep_best": keep_best}), workdir)
+    assert _open(workdir, "best").step == 4
+    there = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
+    assert there == {4, 6, 7} | ({2} if keep_best == 2 else set())
+    assert records(workdir)[-1]["step"] == 7
+
+
 def test_a_damaged_checkpoint_is_refused(main, run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints" / "3" / "arrays")

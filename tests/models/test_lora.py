@@ -12,6 +12,7 @@ from test_transformer import FAMILIES
 from specrl_jax.models import hf, lora
 from specrl_jax.models.config import Lora, ModelConfig
 from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.layers import MLP, Attention
 from specrl_jax.models.parameters import ADAPTED, LAYER, adapter_names
 from specrl_jax.models.transformer import (
     Transformer,
@@ -136,8 +137,60 @@ def test_in_bfloat16_rollouts_see_what_adapters_have_learned(mesh):
     assert gap < 1.5 * rounding
 
 
-def test_new_adapters_change_no_bit(mesh):
-    model, frozen, _ = make("qwen3")
+def layer_with_small_change(rank: int, std: float, dtype: str) -> tuple[MLP, MLP, np.ndarray]:
+    """Return an MLP in bfloat16 with W of std .12, the same with adapters, and s·A·B of `std`."""
+    width = 64
+    model = ModelConfig(16, width, width, 1, 4, 2, 16, dtype=dtype)
+    rng = np.random.default_rng(0)
+    names = ("gate_proj", "up_proj", "down_proj")
+    weights = {x: jnp.asarray(rng.normal(0, 0.12, (width, width)), dtype) for x in names}
+    a = rng.normal(0, width**-0.5, (width, rank))
+    b = rng.normal(0, 1, (rank, width))
+    b *= std / (2 * a @ b).std()
+    a = jnp.asarray(a, dtype)
+    b = jnp.asarray(b, dtype)
+    a_name, b_name = adapter_names("up_proj")
+    adapted_model = model.replace(lora=Lora(rank, 2.0 * rank, ("up_proj",)))
+    change = 2 * np.float64(a) @ np.float64(b)
+    adapted = MLP(adapted_model, weights | {a_name: a, b_name: b})
+    return MLP(model, weights), adapted, change
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+@pytest.mark.parametrize("std", [2e-4, 1e-4])
+def test_a_change_below_the_last_bit_of_a_product_arrives(mesh, rank, std):
+    plain, adapted, change = layer_with_small_change(rank, std, "bfloat16")
+    x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (512, 64)), "bfloat16")
+    project = jax.jit(lambda mlp, x: mlp.project("MD,DF->MF", x, "up", "batch", "mlp"))
+    moved = np.float64(project(adapted, x)) - np.float64(project(plain, x))
+    wanted = np.float64(x) @ change
+    assert np.sum(moved * wanted) / np.sum(wanted**2) >= 0.9
+
+
+def test_a_small_change_of_the_attention_output_arrives(mesh):
+    """In a step over the cache as in the update: both go through `_output`."""
+    model = ModelConfig(16, 64, 64, 1, 4, 2, 16, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    weight = {"o_proj": jnp.asarray(rng.normal(0, 0.12, (4, 16, 64)), "bfloat16")}
+    a = jnp.asarray(rng.normal(0, 1 / 8, (4, 16, 8)), "bfloat16")
+    b = rng.normal(0, 1, (8, 64))
+    b = jnp.asarray(b * 2e-4 / (2 * np.tensordot(a, b, 1)).std(), "bfloat16")
+    a_name, b_name = adapter_names("o_proj")
+    lora_model = model.replace(lora=Lora(8, 16.0, ("o_proj",)))
+    x = jnp.asarray(rng.normal(0, 1, (8, 64, 4, 16)), "bfloat16")
+    output = jax.jit(lambda attention, x: attention._output(x))
+    adapted = output(Attention(lora_model, weight | {a_name: a, b_name: b}), x)
+    moved = np.float64(adapted) - np.float64(output(Attention(model, weight), x))
+    change = 2 * np.tensordot(np.float64(a), np.float64(b), 1)
+    wanted = np.einsum("BTNH,NHD->BTD", np.float64(x), change)
+    assert np.sum(moved * wanted) / np.sum(wanted**2) >= 0.9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-biases"])
+def test_new_adapters_change_no_bit(mesh, name, dtype):
+    model, frozen, _ = make(name)
+    model = model.replace(dtype=dtype)
     adapters = lora.init_adapters(model, jax.random.key(5))
     policy = lora.adapted(model, adapters, frozen)
     np.testing.assert_array_equal(

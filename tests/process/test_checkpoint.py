@@ -109,6 +109,18 @@ def test_keeps_the_last_and_the_best_and_leaves_a_step_that_is_there(tmp_path):
     np.testing.assert_array_equal(np.asarray(arrays["x"]), [6, 6, 6, 6])
 
 
+def test_a_metric_among_the_best(tmp_path):
+    with Checkpointer(tmp_path, keep_last=2, keep_best=2) as checkpointer:
+        assert checkpointer.is_best(-1.0)
+        for step, metric in {1: 0.5, 2: None, 3: 0.9, 4: 0.1, 5: None}.items():
+            checkpointer.save(step, _small(step), {}, metric=metric)
+        assert [checkpointer.is_best(x) for x in (0.49, 0.5, 0.7, 2.0)] == [False, True, True, True]
+        assert not checkpointer.is_best(None)
+        assert not checkpointer.is_best(float("nan"))
+    with Checkpointer(tmp_path, keep_last=2, keep_best=0) as checkpointer:
+        assert not checkpointer.is_best(2.0)
+
+
 def _die_in_the_second_save(folder: pathlib.Path) -> None:
     """Save step 1, and be killed as the first file or folder of step 2 is to get its last name."""
     checkpointer = Checkpointer(folder, keep_last=3)
