@@ -16,11 +16,16 @@ pytest.importorskip("textarena", reason="needs pip install -e '.[agents]'")
 
 # All that run without network on every Python that the project takes; docs/agents.md names them.
 GAMES = (
-    "2048", "Bandit", "Blackjack", "Crosswords", "FifteenPuzzle", "FrozenLake", "GuessTheNumber",
+    "2048", "Blackjack", "Crosswords", "FifteenPuzzle", "FrozenLake", "GuessTheNumber",
     "LightsOut", "LogicPuzzle", "Mastermind", "Minesweeper", "PegJump", "RushHour", "Secretary",
     "Set", "Sokoban", "Sudoku", "TowerOfHanoi",
 )  # fmt: skip
 MOVES = ("[1]", "[up]", "[0 1]", "[A C]", "[hit]", "[red]", "[continue]", "move")
+# What two wrong moves pay at once, in those games where it is not 0.
+STANDING_STILL = {
+    "2048": (1 / 2048, 2 / 2048), "PegJump": (1 / 14,), "RushHour": (0, 0.25, 0.5),
+    "Secretary": (-1,),
+}  # fmt: skip
 HANOI = ("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]")
 
 
@@ -46,6 +51,22 @@ def test_a_seed_is_a_game(name):
     assert all(-1 <= step.reward <= 1 for step in steps)
     assert all(step.observation for step in steps if not step.done)
     assert not any(moves[i] == step.observation for i, step in enumerate(steps))
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_two_wrong_moves_in_a_row_pay_the_progress_so_far(name):
+    for seed in range(1 if name == "Sokoban" else 4):
+        _, (first, second) = play(f"{name}-v0", seed, ["no move", "no move", "no move"])
+        assert (first.reward, first.done, second.done) == (0, False, True)
+        amounts = STANDING_STILL.get(name, (0,))
+        assert any(second.reward == pytest.approx(amount) for amount in amounts), second
+
+
+def test_two_wrong_moves_do_not_take_back_what_was_reached():
+    _, steps = play("TowerOfHanoi-v0", 0, ["[A C]", "[A B]", "[C B]", "[A C]", "no", "no"])
+    assert [step.reward for step in steps] == [0] * 5 + [pytest.approx(1 / 3)]
+    _, steps = play("PegJump-v0", 0, ["[12 5]", "no", "no"])
+    assert steps[-1].reward == pytest.approx(2 / 14)
 
 
 def find(seed):
@@ -140,3 +161,7 @@ def test_a_game_that_cannot_be_played_is_refused():
     assert (
         line_of(load_environment, "textarena:Nothing") == f"{rule} 'Nothing': there is no such game"
     )
+    for name in ("Bandit-v0", "Bandit-v0-hard", "Bandit-v0-raw", "Bandit-v0-hard-train"):
+        line = line_of(load_environment, f"textarena:{name}")
+        reason = "TextArena pays its best button 0, and its worst one the most"
+        assert line == f"{rule} {name!r}: {reason}"
