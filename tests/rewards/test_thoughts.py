@@ -171,3 +171,21 @@ def test_tags_that_rewards_would_not_see(tmp_path):
     for field, value in {"keep_special_tokens": True, "thought_tags": "", "name": "format"}.items():
         config = small_config(whole | {f"reward.{field}": value})
         make_responder(config, tokenizer).pool.close()
+
+
+def test_ends_of_calls_that_tools_would_not_see(tmp_path, capsys):
+    from tokenizers import AddedToken, Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({"4": 0, "5": 1}, unk_token="4"))
+    backend.add_special_tokens([AddedToken(x, special=True) for x in ("</tool_call>", "</s>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
+    whole = {"reward.extract": "", "environment.name": "python", "rollout.stop": "</tool_call>"}
+    line = line_of(make_responder, small_config(whole), tokenizer)
+    assert line == (
+        "reward.keep_special_tokens must be True where </tool_call> of environment.name=python is "
+        "a special token, got False"
+    )
+    config = small_config(whole | {"reward.keep_special_tokens": True})
+    make_responder(config, tokenizer).pool.close()
+    assert capsys.readouterr().out == ""

@@ -34,6 +34,10 @@ class AtTheEnd(Adds):
     pays_at_end = True
 
 
+class Calls(Adds):
+    call_end = ";"
+
+
 class Opens(Adds):
     """Answers with an opening tag, as a chat template may."""
 

@@ -187,6 +187,33 @@ def test_a_thinking_policy_calls_and_answers_after_its_thoughts():
     assert "42\n" in played.texts[3]
 
 
+def test_a_tool_sees_the_end_of_a_call_that_rewards_do_not():
+    """Rows: a call that a stop string ends, a mention, an answer at another stop string."""
+    call = "<tool_call>6 * 7</tool_call>"
+    script = [[f"so {call}", "42"], ["42 by <tool_call>"], [call, "42</answer>"], ["42</answer>"]]
+    problems = [("42", "task", {})] * len(script)
+    stop = ("</tool_call>", "</answer>")
+    settings = {"slots": 400, "stop": stop, "call_end": "</tool_call>"}
+    for keep in (True, False):
+        played = package("python", problems, script, keep_stop=keep, **settings)
+        assert played.rewards.tolist() == [1] * 4
+        np.testing.assert_array_equal(played.turns[:, 1] > 0, [True, False, True, False])
+        assert ["42\n" in text for text in played.texts] == [True, False, True, False]
+
+
+def test_extract_reads_answers_and_no_calls():
+    """Of the environment `python` and of an own one that says how its calls end."""
+    script = [["<tool_call>6 * 7</tool_call>", "It is <m>42</m>, not 41."], ["42"]]
+    problems = [("42", "task", {})] * len(script)
+    with EnvironmentPool("python", **LIMITS, extract="<m>(.*?)</m>") as pool:
+        assert pool.call_end == "</tool_call>"
+        played = play(pool, problems, script, slots=400, stop=("</tool_call>",))
+    np.testing.assert_array_equal(played.rewards, [1, 0])
+    script = [["<m>3</m>", "4;", "<m>done</m>"]]
+    played = own("Calls", script, pool_settings={"extract": "<m>(.*?)</m>"})
+    assert ["got '3'" in played.texts[0], "got '4;'" in played.texts[0]] == [True, True]
+
+
 # --- one response ---------------------------------------------------------------------------------
 
 
@@ -208,7 +235,7 @@ def test_a_reading():
     assert Reading("a", None).seen(True) == "a"
 
 
-def test_the_start_says_what_episodes_that_are_cut_short_do_not_get(capsys):
+def test_the_start_says_what_a_user_would_not_expect(capsys):
     config = small_config({"reward.extract": ""})
     lines = {}
     for name in ("AtTheEnd", "Adds", "Scores"):
@@ -217,6 +244,19 @@ def test_the_start_says_what_episodes_that_are_cut_short_do_not_get(capsys):
         make_responder(config, TOKENIZER).pool.close()
         lines[name] = capsys.readouterr().out
     assert lines["Adds"] == lines["Scores"] == ""
+    for stop in ("", "</answer>", "</b>;", ";"):
+        config.environment.name = "own_environments:Calls"
+        config.rollout.stop = stop
+        responder = make_responder(config, TOKENIZER)
+        assert responder.call_end == ";"
+        responder.pool.close()
+        lines[stop] = capsys.readouterr().out
+    assert lines["</b>;"] == lines[";"] == ""
+    line = (
+        "environment: own_environments:Calls has tools, and no text of rollout.stop ends a turn "
+        "at ;: a turn goes on after a call; set --config.rollout.stop=';'\n"
+    )
+    assert [lines[stop] for stop in ("", "</answer>")] == [line, line]
     assert lines["AtTheEnd"] == (
         "environment: own_environments:AtTheEnd pays at the end of an episode and does not say "
         "what it is worth before: one that environment.max_turns or rollout.response_len ends has "
