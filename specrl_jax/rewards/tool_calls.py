@@ -124,7 +124,7 @@ def _between_fences(text: str, fence: str) -> str:
     if text.endswith(fence):  # maybe after code
         text = text.rstrip(fence[0])
     text = f"{text}\n{fence}"
-    for line in text.splitlines():
+    for line in text.split("\n"):
         is_fence = line.lstrip().startswith(fence)
         after = line.lstrip()[len(fence) :].strip()
         if code is None and is_fence:
@@ -139,7 +139,10 @@ def _between_fences(text: str, fence: str) -> str:
 
 
 def _unindented(text: str) -> str:
-    return textwrap.dedent(_BLANK_LINES.sub("", text)).strip()
+    text = _BLANK_LINES.sub("", text)
+    if text.startswith((" ", "\t")):  # else `dedent` would only change blanks in strings
+        text = textwrap.dedent(text)
+    return text.strip()
 
 
 def read_call(text: str, code_tool: str = "") -> list[Call | CallError]:

@@ -88,6 +88,8 @@ CLEAN = [
     ("    x = 1\n    x", "x = 1\nx"),
     ("\n\tif 1:\n\t\tx\n", "if 1:\n\tx"),
     ("if 1:\n  '''\n a'''", "if 1:\n  '''\n a'''"),
+    ("'''a\n  \nb'''", "'''a\n  \nb'''"),
+    ("```\n'''a\n  \n\x0bb\u2028c'''\n```", "'''a\n  \n\x0bb\u2028c'''"),
     (f"```python\n{CODE}\n```", CODE),
     (f"```py\n{CODE}\n```\n", CODE),
     (f"```\n{CODE}\n```", CODE),
@@ -237,6 +239,12 @@ LONG = [
     between_tags(" " * 20_000 + "x"),
     between_tags("{" * 20_000),
     between_tags("[{" * 10_000),
+    between_tags("-" * 20_000 + "1"),
+    between_tags("1+" * 10_000 + "1"),
+    between_tags("not " * 5_000 + "1"),
+    between_tags("lambda:" * 3_000 + "1"),
+    between_tags("x" + ".y" * 10_000),
+    between_tags("1,\ud800\0"),
 ]
 
 
