@@ -84,8 +84,8 @@ def test_steps_beside_each_other_take_no_time_of_each_other():
     """12 at the same time, of most of their limit each, and as many programs beside them."""
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
     try:
-        with EnvironmentPool("python", **LIMITS) as pool:
-            assert call(pool, [BURN.format(0.5)] * 12) == [""] * 12
+        with EnvironmentPool("python", **LIMITS | {"timeout": 2.0}) as pool:
+            assert call(pool, [BURN.format(1.2)] * 12) == [""] * 12
     finally:
         for process in beside:
             process.kill()
