@@ -239,7 +239,7 @@ def base() -> ConfigDict:
     config.evaluate = evaluate = ConfigDict()
     evaluate.every = 8  # steps between evaluations, first and last step too; 0: none
     evaluate.samples = 1  # responses per held-out prompt
-    evaluate.temperature = 1.0  # of sampling; 0: greedy
+    evaluate.temperature = 1.0  # of sampling; 0: greedy; top-k and top-p are the rollout's
     evaluate.batch_size = 256  # prompts per rollout
 
     config.checkpoint = checkpoint = ConfigDict()

@@ -251,6 +251,9 @@ def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str)
         for step, value in sorted(rewards.items())
     ]
     evaluation = config.evaluate
+    sampling = config.rollout
+    cut = f", top-k {sampling.top_k}" if sampling.top_k else ""
+    cut += f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
     table = "\n".join(["| step | held-out reward |", "|---|---|", *rows])
     through = "the chat template" if config.tokenizer.chat else "no template: the text as it is"
     return f"""---
@@ -267,12 +270,12 @@ A {policy.model.family} policy of {param_count(policy.model) / 1e6:.2f}M paramet
 * **Task**: {task}; reward: {judge or config.reward.name}.
 * **Prompts** go through {through}; at most {config.data.prompt_len} tokens in training.
 * **Tokens** are those of tokenizer.json, which `PreTrainedTokenizerFast` reads as it is.
-* **Responses** were sampled at temperature {config.rollout.temperature:g}, up to
+* **Responses** were sampled at temperature {config.rollout.temperature:g}{cut}, up to
   {config.rollout.response_len} tokens, as generation_config.json says.
 
 ## Held-out reward
 
-Mean over {evaluation.samples} response(s) a prompt at temperature {evaluation.temperature:g}.
+Mean over {evaluation.samples} response(s) a prompt at temperature {evaluation.temperature:g}{cut}.
 
 {table if measured else "Not measured in this run."}
 

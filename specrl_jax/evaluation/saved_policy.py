@@ -92,7 +92,7 @@ class SavedPolicy:
         return eval_batches(encoded, self.batch_size(1))[0][0]
 
     def answer(self, weights: Params, prompt: str, number: int) -> str:
-        """Return the text of a response, at the temperature of the run's evaluation.
+        """Return the text of a response, sampled as in the run's evaluation.
 
         weights: of `weights`. number: of the prompt, so that each has its own noise. Raises
         ValueError as `prompts` does.
@@ -160,8 +160,9 @@ def run_config(workdir: Path) -> ConfigDict:
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     """Return the configuration to read a model with: `defaults` without its task.
 
-    Prompts go through the model's chat template, where it has one. Temperature, longest response
-    and stop strings are those of its generation_config.json, else 1, 512 tokens and none.
+    Prompts go through the model's chat template, where it has one. Temperature, top-k, top-p,
+    longest response and stop strings are those of its generation_config.json, else 1, off, off,
+    512 tokens and none.
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
     shape = hf.load_config(source, "--model")
@@ -178,6 +179,8 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
         "rollout.response_len": response_len, "rollout.stop": write_stop(strings),
         "warmup.steps": 0, "evaluate.batch_size": 32,
         "evaluate.temperature": float(said.get("temperature") or 1.0),
+        "rollout.top_k": int(said.get("top_k") or 0),
+        "rollout.top_p": float(said.get("top_p") or 1.0),
     })  # fmt: skip
     config.data.options = ConfigDict()
     return config

@@ -65,6 +65,13 @@ class SamplingConfig:
     def truncates(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
 
+    def at(self, temperature: float) -> "SamplingConfig":
+        """Return the same at another temperature; greedy has nothing to cut off."""
+        return SamplingConfig(temperature, self.top_k, self.top_p) if temperature else _GREEDY
+
+
+_GREEDY = SamplingConfig(0.0)
+
 
 def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array) -> Array:
     """Return uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B].

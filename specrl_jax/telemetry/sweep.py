@@ -16,14 +16,14 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.config import cli, hyper, validate
+from specrl_jax.config import cli, flatten, hyper, validate
 from specrl_jax.config.fields import without_effect
 from specrl_jax.telemetry import report_page, sweep_table
-from specrl_jax.telemetry.runs import RecordedRun, Series, read_run
+from specrl_jax.telemetry.runs import read_run
 
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
@@ -32,7 +32,11 @@ _HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of tele
 _WARNING = re.compile(r"^warning: .*", re.MULTILINE)
 _STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
 # What a run that a signal ended says last; it exits with 0, as it saved all it had.
-_STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
+_STOPPED_AT = re.compile(r"SIG\w+, saved at step \d+ of \d+")
+_STOPPED = re.compile(rf"({_STOPPED_AT.pattern}); run the same command to go on")
+_ENDED = re.compile(r"^ended with -?\d+: ")
+# What a run says that ended as a number was not finite.
+_DIVERGED = re.compile(r"(step \d+|warm-up): [^;]* is (-?inf|nan)\b[^;]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,8 @@ class TrainingRun:
     command: tuple[str, ...]  # of launch/train.py
     workdir: Path
     config: str  # the resolved configuration, as JSON
+    seed: int
+    settings: dict[str, Any]  # file and value of every field that some case sets
 
     @property
     def done(self) -> Path:
@@ -137,6 +143,8 @@ def training_runs(
     """
     runs: dict[Path, TrainingRun] = {}
     flags_by_case = _flags(cases, rest)
+    fields = dict.fromkeys(change.partition("=")[0] for case in cases for change in case.changes)
+    has_files = len({case.config for case in cases}) > 1
     for seed in seeds:
         for case, case_flags in zip(cases, flags_by_case, strict=True):
             flags = (*case_flags, f"--config.seed={seed}")
@@ -146,7 +154,11 @@ def training_runs(
                 raise ValueError(f"two runs would be in {workdir}; name every case and seed once")
             resolved = json.dumps(config.to_dict(), sort_keys=True)
             command = (sys.executable, str(_TRAIN), *flags, f"--workdir={workdir}")
-            runs[workdir] = TrainingRun(case.name or "base", command, workdir, resolved)
+            values = dict(flatten(config))
+            settings = {"config": case.config} if has_files else {}
+            settings |= {field: values.get(field, "") for field in fields}
+            name = case.name or "base"
+            runs[workdir] = TrainingRun(name, command, workdir, resolved, seed, settings)
     return list(runs.values())
 
 
@@ -332,22 +344,37 @@ def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
     return failed
 
 
+def _state(reason: str) -> str:
+    """Return in short what became of a run; reason: why it failed, "" of one that did not."""
+    if not reason:
+        return sweep_table.DONE
+    if diverged := _DIVERGED.search(reason):
+        return f"diverged at {diverged[0]}"
+    if _STOPPED_AT.match(reason):
+        return f"stopped by {reason}"
+    return f"failed: {_ENDED.sub('', reason).partition('; ')[0]}"
+
+
 def write_results(
     runs: Sequence[TrainingRun],
-    failed: Collection[Path],
+    failed: Mapping[Path, str],
     baseline: str,
     folder: Path,
     target: float = 0.0,
 ) -> str:
-    """Write the table, plots and report of all runs that did not fail; return the Markdown."""
+    """Write the table of all runs, and plots and report of those that came to their end.
+
+    Returns the Markdown.
+    """
+    swept = []
+    for run in runs:
+        reason = failed.get(run.workdir, "")
+        record = None if reason else read_run(run.workdir)
+        swept.append(sweep_table.SweptRun(run.case, run.seed, run.settings, _state(reason), record))
+    text = sweep_table.write(swept, baseline, folder, target)
     done = [run for run in runs if run.workdir not in failed]
     if not done:
-        return "No run came to its end."
-    cases: dict[str, list[RecordedRun]] = {}
-    for run in done:
-        cases.setdefault(run.case, []).append(read_run(run.workdir))
-    series = [Series(name, members) for name, members in cases.items()]
-    text = sweep_table.write(series, baseline, folder, target)
+        return f"{text}\n\nNo run came to its end. {folder / 'sweep.md'}, sweep.csv"
     report = report_page.FILE_NAME
     report_page.write_report([run.workdir for run in done], folder / report, baseline)
     return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {report}"

@@ -1,13 +1,14 @@
 """A sweep as SPEC-RL's Table 3 (arXiv 2509.23232): a line a case, next to a baseline case.
 
-Takes the finished runs of every case (`runs.Series`). Gives Markdown, CSV and two plots.
+Takes the runs of every case (`SweptRun`). Gives Markdown and two plots, in which a case is the mean
+of its runs that came to their end, and CSV with a row for each run.
 """
 
 import csv
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,26 @@ _PARTS = ("rollout", "update", "step")
 _FIGURES = {name: figure for name, figure, _ in FIGURES}
 _REWARD = "held-out reward, last"
 HOW = (
-    "Means over the seeds; of the reward ± its standard error. Seconds are those of all steps: "
+    "Means over the seeds that came to their end, whose number is in the second column; of the "
+    "reward ± its standard error. Seconds are those of all steps: "
     "for each epoch the median of the steps that did not compile, times its steps; a dash where "
     "all compiled. Verification is part of the rollout. Speed-ups are against the first line, "
     "seed by seed."
 )
+
+
+DONE = "done"
+
+
+@dataclasses.dataclass(frozen=True)
+class SweptRun:
+    """A case with one seed: what was set, and what became of it."""
+
+    case: str
+    seed: int
+    settings: Mapping[str, Any]  # field → value, of the fields that some case sets
+    state: str  # `DONE`, or how the run ended before its end
+    record: RecordedRun | None  # None: it did not come to its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +139,19 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
-def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
-    """Return the table in Markdown."""
-    rows = [["case", "seeds", *(column.name for column in chosen)]]
+def table(cases: Sequence[Series], chosen: Sequence[Column], swept: Sequence[SweptRun]) -> str:
+    """Return the table in Markdown; its last column says which runs did not come to their end."""
+    is_whole = all(run.state == DONE for run in swept)
+    heading = ["case", "seeds", *(column.name for column in chosen)]
+    rows = [heading if is_whole else [*heading, "state"]]
     for case in cases:
-        rows.append([case.name, str(len(case.runs)), *(_cell(case, x) for x in chosen)])
+        runs = [run for run in swept if run.case == case.name]
+        ends = [f"seed {run.seed} {run.state}" for run in runs if run.state != DONE]
+        seeds = f"{len(case.runs)} of {len(runs)}" if ends else f"{len(runs)}"
+        row = [case.name, seeds, *(_cell(case, x) for x in chosen)]
+        if not is_whole:
+            row.append("; ".join(ends).replace("|", "\\|") or DONE)
+        rows.append(row)
     return markdown(rows)
 
 
@@ -140,7 +164,8 @@ def epoch_table(cases: Sequence[Series]) -> str:
     for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
         for part in _PARTS:
             means = [_epoch_mean(case, part).get(epoch, (0.0,))[0] for case in cases]
-            cells = (f"{x:.3f} ({means[0] / x:.2f}×)" if x else "–" for x in means)
+            ratios = [f" ({means[0] / x:.2f}×)" if x and means[0] else "" for x in means]
+            cells = (f"{x:.3f}{ratio}" if x else "–" for x, ratio in zip(means, ratios))
             rows.append([f"epoch {epoch}, {part}", *cells])
     return markdown(rows)
 
@@ -172,30 +197,42 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
     return "\n".join(lines)
 
 
-def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 0.0) -> str:
-    """Writes sweep.md, sweep.csv, sweep.png and epochs.png in `folder`; returns the Markdown.
+def write(swept: Sequence[SweptRun], baseline: str, folder: Path, target: float = 0.0) -> str:
+    """Write sweep.md, sweep.csv, sweep.png and epochs.png in `folder`; return the Markdown.
 
-    cases: with at least one run each. baseline: name of the case that speed-ups refer to.
+    There are no plots where no run came to its end. baseline: name of the case that speed-ups
+    refer to.
     """
+    done: dict[str, list[RecordedRun]] = {run.case: [] for run in swept}
+    for run in swept:
+        if run.record:
+            done[run.case].append(run.record)
+    cases = [Series(name, runs) for name, runs in done.items()]
     first = next((case for case in cases if case.name == baseline), Series(baseline, []))
     cases = sorted(cases, key=lambda case: case.name != baseline)
     chosen = columns(first, target)
-    parts = [table(cases, chosen), HOW, same_tokens(cases, first), epoch_table(cases)]
+    parts = [table(cases, chosen, swept), HOW, same_tokens(cases, first)]
+    has_figures = any(case.runs for case in cases)
+    if has_figures:
+        parts.append(epoch_table(cases))
+        _write_table_plot(cases, chosen, folder / "sweep.png")
+        _write_epochs_plot(cases, folder / "epochs.png")
     text = "\n\n".join(filter(None, parts))
     (folder / "sweep.md").write_text(text + "\n", encoding="utf-8")
-    with (folder / "sweep.csv").open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
-        for case in cases:
-            cells: list[Any] = [case.name, len(case.runs)]
-            for column in chosen:
-                mean = case.mean(column.figure)
-                cells.append(mean.value if mean else "")
-                cells.append(mean.error if mean and mean.count > 1 else "")
-            rows.writerow(cells)
-    _write_table_plot(cases, chosen, folder / "sweep.png")
-    _write_epochs_plot(cases, folder / "epochs.png")
+    _write_csv(swept, chosen, folder / "sweep.csv")
     return text
+
+
+def _write_csv(swept: Sequence[SweptRun], chosen: Sequence[Column], file: Path) -> None:
+    """Write a row for each run: case, what was set, seed, state, figures."""
+    fields = list(dict.fromkeys(field for run in swept for field in run.settings))
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        rows = csv.writer(opened)
+        rows.writerow(["case", *fields, "seed", "state", *(column.name for column in chosen)])
+        for run in swept:
+            values = (run.settings.get(field, "") for field in fields)
+            figures = (column.figure(run.record) if run.record else None for column in chosen)
+            rows.writerow([run.case, *values, run.seed, run.state, *figures])
 
 
 # Plots ---------------------------------------------------------------------------------------
@@ -224,7 +261,7 @@ def _trim(ax: Any, title: str) -> None:
 
 def _seeds(cases: Sequence[Series], error: str) -> str:
     """Say what the error bars are, or that one seed has none."""
-    fewest = min(len(case.runs) for case in cases)
+    fewest = min(len(case.runs) for case in cases if case.runs)
     most = max(len(case.runs) for case in cases)
     if most == 1:
         return "one seed, no error bars"

@@ -24,6 +24,7 @@ from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.process import runtime
 from specrl_jax.rewards.environments import Guess
+from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.telemetry.records import read_rollouts
 
 PROMPTS = ["7>", "3<", "0>"]
@@ -154,6 +155,29 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     said = [main("generate", policy, "7>", four) for policy in policies]
     assert said[0] == said[1]
     assert not (exported.parent / "out.partial").exists()
+
+
+def test_top_k_and_top_p_are_those_of_training(main, run, tmp_path):
+    """In evaluations of the run, in `generate`, and of an export, which says them."""
+    four = "--config.rollout.response_len=4"  # of 9 positions, of which a model uses half
+
+    def answers(*flags):
+        return [main("generate", x, *flags, four) for x in PROMPTS]
+
+    greedy = answers(f"--run={run}", "--temperature=0")
+    assert answers(f"--run={run}", "--temperature=9") != greedy
+    cut = answers(f"--run={run}", "--temperature=9", "--config.rollout.top_k=1")
+    assert cut == greedy
+    policy = _open(run)
+    policy.config.rollout.top_k = 1
+    policy.config.rollout.top_p = 0.5
+    spec = policy.spec(4, 3, 0.7)
+    assert spec.sampling == SamplingConfig(0.7, 1, 0.5)
+    assert policy.spec(4, 1, 0.0).sampling == SamplingConfig(0.0)
+    export.export(policy, run, tmp_path / "out", cli.presets())
+    assert answers(f"--model={tmp_path / 'out'}", "--temperature=9") == greedy
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("at temperature 1, top-k 1, top-p 0.5") == 2
 
 
 def test_stop_strings_go_with_the_policy(main, run, tmp_path):

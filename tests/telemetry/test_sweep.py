@@ -1,5 +1,6 @@
 """Sweeps: cases and flags by hand, runs of a stand-in program, and the command end to end."""
 
+import csv
 import json
 import os
 import pathlib
@@ -212,8 +213,14 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
     reason = f"rollout.lenience=2,seed=0: ended with 1: no such data; see {output}"
     assert f"failed: {reason}" in said.err.splitlines()
     assert "4/4" in said.err
-    assert "\n| rollout.lenience=1 |     2 |" in said.out
-    assert "\n| rollout.lenience=2 " not in said.out
+    assert "\n| rollout.lenience=1 |      2 |" in said.out
+    assert "\n| rollout.lenience=2 | 0 of 2 |" in said.out
+    assert "| seed 0 failed: no such data; seed 1 failed: no such data |" in said.out
+    with (folder / "sweep.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    cells = [(row["rollout.lenience"], row["seed"], row["state"]) for row in rows]
+    assert cells[:2] == [("1.0", "0", "done"), ("2.0", "0", "failed: no such data")]
+    assert [row["seed"] for row in rows] == ["0", "0", "1", "1"]
     given, group, tags = _starts(folder)["rollout.lenience=2,seed=1"][0]
     assert (group, tags) == ("w", "rollout.lenience=2,seed=1")
     assert given["config.seed"] == "1"
@@ -225,6 +232,40 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
     assert (folder / "report.html").stat().st_size > 1e6
     assert main(*flags, "--config.evaluate.every=1") == 0  # another configuration starts anew
     assert {len(times) for times in _starts(folder).values()} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("", "done"),
+        ("ended with 2: step 12: policy: loss is nan, 2 updates in a row; lower updates.learning_r"
+         "ate, now 1.0; go on from a checkpoint (0, 8) in a new --workdir; see output.txt",
+         "diverged at step 12: policy: loss is nan, 2 updates in a row"),
+        ("ended with 2: warm-up: loss is inf by step 4; lower warmup.learning_rate; see o",
+         "diverged at warm-up: loss is inf by step 4"),
+        ("ended with -9: it said nothing; see output.txt", "failed: it said nothing"),
+        ("ended with 2: step size is information; see o", "failed: step size is information"),
+        ("SIGTERM, saved at step 1 of 2", "stopped by SIGTERM, saved at step 1 of 2"),
+        ("job 3: not run; see err", "failed: job 3: not run"),
+    ],
+)  # fmt: skip
+def test_what_became_of_a_run(reason, state):
+    assert sweep._state(reason) == state
+
+
+def test_settings_of_every_case(monkeypatch, tmp_path):
+    """Of a field that a case does not set too, and the files where these differ."""
+    monkeypatch.chdir(ROOT)
+    cases = [
+        sweep.parse_case("a: rollout.draft=none", CONFIG),
+        sweep.parse_case("b: configs/grpo.py:tiny rollout.lenience=e^0 rollout.accept=ratio", ""),
+    ]
+    a, b = sweep.training_runs(cases, [4], tmp_path, [])
+    assert a.settings["config"] == CONFIG
+    assert (a.settings["rollout.draft"], a.seed) == ("none", 4)
+    assert b.settings["config"] == "configs/grpo.py:tiny"
+    assert (b.settings["rollout.lenience"], b.settings["rollout.accept"]) == (1.0, "ratio")
+    assert set(a.settings) == set(b.settings)
 
 
 def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):

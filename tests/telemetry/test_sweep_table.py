@@ -9,6 +9,7 @@ from test_report_page import response, write_files
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.report_charts import reward_limits
 from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
+from specrl_jax.telemetry.sweep_table import SweptRun
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
@@ -60,12 +61,22 @@ def test_an_epoch_that_only_compiled_has_no_seconds(tmp_path):
     assert seconds(run, "step") is None
 
 
+def swept(cases, ends=(), **settings):
+    """The runs of all cases; ends: (case, seed, how it ended before its end)."""
+    done = [
+        SweptRun(case.name, run.config["seed"], settings, sweep_table.DONE, run)
+        for case in cases
+        for run in case.runs
+    ]
+    return done + [SweptRun(case, seed, settings, state, None) for case, seed, state in ends]
+
+
 def _cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
 
 
 def test_the_table(cases, tmp_path):
-    text = sweep_table.write(cases[::-1], "plain", tmp_path, target=0.5)
+    text = sweep_table.write(swept(cases[::-1]), "plain", tmp_path, target=0.5)
     assert (tmp_path / "sweep.md").read_text() == text + "\n"
     heading, _, plain, fast = _cells(text.partition("\n\n")[0])
     plain, fast = (dict(zip(heading, row)) for row in (plain, fast))
@@ -83,8 +94,50 @@ def test_the_table(cases, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "sweep.csv").open() as file:
         rows = [*csv.DictReader(file)]
-    assert [row["case"] for row in rows] == ["plain", "fast"]
-    assert float(rows[0]["held-out reward, s.e."]) == pytest.approx(0.2 / 2)  # √2 · √2
+    assert [(row["case"], row["seed"]) for row in rows] == [
+        ("fast", "0"), ("fast", "1"), ("plain", "0"), ("plain", "1"),
+    ]  # fmt: skip
+    assert [float(row["held-out reward"]) for row in rows] == pytest.approx([0.5, 0.5, 0.4, 0.6])
+    assert [row["state"] for row in rows] == ["done"] * 4
+    assert "state" not in heading
+
+
+def test_runs_that_did_not_come_to_their_end_stay_in_the_table(cases, tmp_path):
+    diverged = "diverged at step 3: policy: loss is nan"
+    ends = [("fast", 2, diverged), ("hot", 0, diverged), ("hot", 1, "failed: a|b")]
+    runs = swept(cases, ends, **{"updates.passes": 2})
+    text = sweep_table.write(runs, "plain", tmp_path)
+    heading, _, *rows = _cells(text.partition("\n\n")[0].replace(r"\|", "/"))
+    plain, fast, hot = (dict(zip(heading, row, strict=True)) for row in rows)
+    assert (plain["seeds"], plain["state"]) == ("2", "done")
+    assert (fast["seeds"], fast["state"]) == ("2 of 3", f"seed 2 {diverged}")
+    assert fast["generated tokens"] == "340"
+    assert (hot["seeds"], hot["held-out reward"]) == ("0 of 2", "–")
+    assert hot["state"] == f"seed 0 {diverged}; seed 1 failed: a/b"
+    assert text.endswith("|   – |")
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [(row["case"], row["seed"]) for row in rows[4:]] == [
+        ("fast", "2"), ("hot", "0"), ("hot", "1"),
+    ]  # fmt: skip
+    assert {row["updates.passes"] for row in rows} == {"2"}
+    assert (rows[5]["state"], rows[5]["held-out reward"]) == (diverged, "")
+
+
+def test_a_sweep_without_a_run_that_came_to_its_end(tmp_path):
+    runs = swept([], [("hot", 0, "diverged at step 1: policy: loss is nan")])
+    text = sweep_table.write(runs, "hot", tmp_path)
+    assert "| 0 of 1 |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.md", "sweep.csv"}
+    assert (tmp_path / "sweep.csv").read_text().splitlines()[1].startswith("hot,0,diverged at step")
+
+
+def test_a_baseline_that_diverged_gives_no_speed_up(cases, tmp_path):
+    runs = swept(cases[1:], [("plain", 0, "diverged at step 1: policy: loss is nan")])
+    text = sweep_table.write(runs, "plain", tmp_path)
+    heading, _, *rows = _cells(text.partition("\n\n")[0])
+    assert [dict(zip(heading, row))["step speed-up"] for row in rows] == ["–", "–"]
+    assert _cells(text.rpartition("\n\n")[2])[-1] == ["epoch 2, step", "–", "2.000"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +156,7 @@ def drawn(folder, monkeypatch, cases) -> dict:
     """The figures of a sweep, by their file's name."""
     figures = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file: figures.update({file.name: self}))
-    sweep_table.write(cases, "plain", folder)
+    sweep_table.write(swept(cases), "plain", folder)
     return figures
 
 
@@ -143,7 +196,8 @@ def test_several_seeds_have_error_bars_within_the_axis(cases, tmp_path, monkeypa
 
 
 def test_a_baseline_without_runs_gives_no_speed_up(cases, tmp_path):
-    heading, _, *rows = _cells(sweep_table.write(cases[1:], "plain", tmp_path).partition("\n\n")[0])
+    text = sweep_table.write(swept(cases[1:]), "plain", tmp_path)
+    heading, _, *rows = _cells(text.partition("\n\n")[0])
     assert [dict(zip(heading, row))["step speed-up"] for row in rows] == ["–"]
 
 

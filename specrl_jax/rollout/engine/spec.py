@@ -113,10 +113,13 @@ class RolloutSpec:
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """Return the rollout of `samples` responses per prompt: no drafts, forks or truncation."""
+        """Return the rollout of `samples` responses per prompt: no drafts, no forks.
+
+        Top-k and top-p are those of training.
+        """
         return dataclasses.replace(
             self,
-            sampling=SamplingConfig(temperature),
+            sampling=self.sampling.at(temperature),
             accept=MATCH,
             group_size=samples,
             draft_source=None,
