@@ -124,6 +124,11 @@ def with_advantages(
         batch, advantages=estimate.advantages, returns=estimate.returns, turn_ends=None
     )
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
+    # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
+    if not (run.config.algorithm.dynamic_sampling or run.update_spec.critic):
+        signal = hosts.fetch(_has_signal(batch.advantages, batch.mask))
+        by_group = signal.reshape(-1, run.trained_group_size).any(axis=1)
+        metrics["reward/no_signal"] = float(np.mean(~by_group))
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
@@ -272,16 +277,17 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
     all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic
     if run.config.updates.skip_no_signal and not all_rows_teach:
-        included = hosts.fetch(_has_signal(batch))
+        included = hosts.fetch(_has_signal(batch.advantages, batch.mask))
+        if batch.is_solution is not None:
+            included = included | hosts.fetch(batch.is_solution)
     for part in _mini_batches(run, row_ids):
         yield pack_rows(run.update_spec, row_tokens, part, included[part])
 
 
 @jax.jit
-def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0, or a solution."""
-    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
-    return signal if batch.is_solution is None else signal | batch.is_solution
+def _has_signal(advantages: Array, mask: Array) -> Array:
+    """bool [B], rows with an advantage that is not exactly 0."""
+    return jnp.any((advantages != 0) & mask, axis=1)
 
 
 def _pack_all(run: Run, batch: Batch) -> PackedRows:
