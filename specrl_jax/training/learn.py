@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from specrl_jax import hosts
@@ -29,8 +28,8 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
-from specrl_jax.training.build import critic_only_steps
 from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.description import critic_only_steps
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch, Rollout, Source
 
@@ -169,9 +168,10 @@ def _update_by_mini_batches(
     metrics |= _packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    (_, count), *_ = optax.tree.get_all_with_path(state.policy_state.opt_state, "count")
-    updates = int(hosts.fetch(count))
-    metrics["update/lr"] = 0.0 if critic_only else run.schedule(max(updates - 1, 0))
+    updates = state.updates
+    last = 0.0 if critic_only else float(run.schedule(max(updates - 1, 0)))
+    state.rates = (last, float(run.schedule(updates)))
+    metrics["update/lr"] = last
     return {name: float(value) for name, value in metrics.items()}
 
 
