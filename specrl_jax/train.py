@@ -59,7 +59,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     log.begin(batch.step, batch.epoch)
     with log.clock.timed("time/update"):
         metrics = update_policy(run, state, batch)
-    log.add(metrics | batch.metrics)
+    log.add(batch.metrics | metrics)  # an advantage knows better which groups have a signal
 
 
 def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:

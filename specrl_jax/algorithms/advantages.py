@@ -18,6 +18,8 @@ from specrl_jax.inputs import reward_terms
 from specrl_jax.types import Batch
 
 EPSILON = 1e-6  # ε, which is added to standard deviations
+# Rewards that cancel leave a share of what they are, from rounding and from ε.
+_CANCELLED = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +127,8 @@ def group_decoupled(rewards: Array, config: AdvantageConfig) -> Array:
     ]
     total = sum(weighted)
     xp = rewards.__array_namespace__()
+    # Else a batch of nothing but that remainder would be scaled to a standard deviation of 1.
+    total = xp.where(xp.abs(total) <= _CANCELLED * sum(map(xp.abs, weighted)), 0, total)
     variance = xp.sum(xp.square(total)) / (len(total) - 1)
     return total / (xp.sqrt(variance) + EPSILON)
 

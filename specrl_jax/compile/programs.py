@@ -37,7 +37,7 @@ from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.rollout.turns import append_forced
 from specrl_jax.training import memory
-from specrl_jax.training.build import critic_only_steps
+from specrl_jax.training.description import critic_only_steps
 
 
 class Program(NamedTuple):

@@ -39,7 +39,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/failed": ("answers, or episodes, that hit a limit or raised (reward 0)", "count"),
     "reward/solved_all": ("share of groups whose responses are all right", "1"),
     "reward/solved_none": ("share of groups without a right response", "1"),
-    "reward/no_signal": ("share of groups whose rewards are all equal", "1"),
+    # With dynamic sampling or a critic: whose rewards are all equal.
+    "reward/no_signal": ("share of groups whose advantages are all 0", "1"),
     "reward/overlong": ("mean penalty for length, part of the trained rewards", "reward"),
     # Responses of the rollout, and where their tokens come from
     "rollout/response_len_mean": ("response length, end of sequence included", "tokens"),

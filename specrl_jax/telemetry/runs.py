@@ -445,7 +445,7 @@ def _closing(run: RecordedRun) -> list[str]:
         rewards = [reward for _, reward in values(run.steps, "reward/mean")]
         still = f"The reward never moved, it is {rewards[0]:.3f} at every step"
         if min(rewards) < max(rewards):
-            still = "The responses to a prompt never had different rewards"
+            still = "The responses to a prompt never had different advantages"
         return [f"\n{still}: nothing was learned, and no speed-up is claimed.\n{_LOOK_AT}"]
     later = len(run.epochs) > 2
     work = [work_saved(run, name) for name in ("row_steps", "tokens_generated")]

@@ -30,7 +30,7 @@ from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
-from specrl_jax.models.transformer import Params, abstract_trained, param_count
+from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
 from specrl_jax.rewards.environment_pool import EnvironmentPool
@@ -47,7 +47,8 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move, rollout_mesh
 from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
-from specrl_jax.training.group_buffer import part_size, trained_group_size
+from specrl_jax.training.description import describe, policy_updates, rate_jump
+from specrl_jax.training.group_buffer import part_size
 from specrl_jax.training.responses import Responder
 from specrl_jax.training.rollout_queue import RolloutQueue
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
@@ -93,7 +94,7 @@ def build(config) -> tuple[Run, Params]:
         spec.check_max_rows()
         if run.held_out:
             run.eval_spec.check_max_rows()
-    _describe(run)
+    describe(run)
     return run, params
 
 
@@ -241,14 +242,7 @@ def training_spec(
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """Return the policy's learning rate by its updates; it has none while the critic warms up."""
-    rows = config.rollout.prompts_per_step * trained_group_size(config)
-    per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
-    return make_schedule(config.updates, max(total_steps - critic_only_steps(config), 1) * per_step)
-
-
-def critic_only_steps(config) -> int:
-    """Return how many of the first steps leave the policy as it is: the critic learns."""
-    return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
+    return make_schedule(config.updates, policy_updates(config, total_steps))
 
 
 def _check_enough(config, stream: PromptStream, count: int) -> None:
@@ -267,51 +261,6 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
             f"got {count}; fewer prompts a step would fit"
         )
-
-
-def _describe(run: Run) -> None:
-    """Print what was loaded, and all that was left out."""
-    count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
-    if run.model.lora:
-        count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
-    mesh = jax.sharding.get_mesh()
-    print(f"policy: {count}; mesh {dict(mesh.shape)}")
-    if staleness := run.config.rollout.staleness:
-        where = f"on a mesh of their own, {dict(run.rollout_mesh.shape)}, while updates run"
-        if run.rollout_mesh == mesh:
-            where = "in turn with updates, as mesh.rollout_devices is 0: no time is saved"
-        print(f"rollout: {staleness} steps ahead, {where}")
-    held_out = sum(real for _, real in run.held_out)
-    dropped = run.prompts.dropped
-    dataset = run.dataset
-    empty = f"{dataset.empty} without a question, " if dataset.empty else ""
-    print(
-        f"data: {len(run.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
-        f"duplicates and {dropped} longer than data.prompt_len left out), {held_out} held out; "
-        f"{_steps_per_epoch(run)}, {run.total_steps} in all",
-        flush=True,
-    )
-    config = run.config
-    if run.rollout_spec.sampling.truncates and not config.algorithm.keep_sampling_mask:
-        print(
-            "update: log-probs are among all tokens, but top-k and top-p sample from fewer; with "
-            "rollout.top_k, algorithm.keep_sampling_mask=True makes them those that sampled",
-            flush=True,
-        )
-    if run.prompts.spelled:
-        print(
-            f"data: {run.prompts.spelled} training prompts hold letters of control tokens, which "
-            "are encoded as text: only the chat template writes control tokens",
-            flush=True,
-        )
-
-
-def _steps_per_epoch(run: Run) -> str:
-    steps = len(run.prompts.lens) / run.config.rollout.prompts_per_step
-    text = f"{round(steps, 2):g} steps an epoch"
-    if not steps.is_integer():
-        text += ", of which the last one begins the next epoch"
-    return text
 
 
 # The state ----------------------------------------------------------------------------------------
@@ -403,6 +352,8 @@ def resume(
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         speculation.seconds = None  # it is measured again
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
+    if line := rate_jump(run, state):
+        print(line, flush=True)
     return state
 
 

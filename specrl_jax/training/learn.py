@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from specrl_jax import hosts
@@ -29,8 +28,8 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
-from specrl_jax.training.build import critic_only_steps
 from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.description import critic_only_steps
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch, Rollout, Source
 
@@ -127,6 +126,11 @@ def with_advantages(
         batch, advantages=estimate.advantages, returns=estimate.returns, turn_ends=None
     )
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
+    # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
+    if not (run.config.algorithm.dynamic_sampling or run.update_spec.critic):
+        signal = hosts.fetch(_has_signal(batch.advantages, batch.mask))
+        by_group = signal.reshape(-1, run.trained_group_size).any(axis=1)
+        metrics["reward/no_signal"] = float(np.mean(~by_group))
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
@@ -180,9 +184,10 @@ def _update_by_mini_batches(
     metrics |= _packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    (_, count), *_ = optax.tree.get_all_with_path(state.policy_state.opt_state, "count")
-    updates = int(hosts.fetch(count))
-    metrics["update/lr"] = 0.0 if critic_only else run.schedule(max(updates - 1, 0))
+    updates = state.updates
+    last = 0.0 if critic_only else float(run.schedule(max(updates - 1, 0)))
+    state.rates = (last, float(run.schedule(updates)))
+    metrics["update/lr"] = last
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -288,16 +293,17 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
     all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic
     if run.config.updates.skip_no_signal and not all_rows_teach:
-        included = hosts.fetch(_has_signal(batch))
+        included = hosts.fetch(_has_signal(batch.advantages, batch.mask))
+        if batch.is_solution is not None:
+            included = included | hosts.fetch(batch.is_solution)
     for part in _mini_batches(run, row_ids):
         yield pack_rows(run.update_spec, row_tokens, part, included[part])
 
 
 @jax.jit
-def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0, or a solution."""
-    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
-    return signal if batch.is_solution is None else signal | batch.is_solution
+def _has_signal(advantages: Array, mask: Array) -> Array:
+    """bool [B], rows with an advantage that is not exactly 0."""
+    return jnp.any((advantages != 0) & mask, axis=1)
 
 
 def _pack_all(run: Run, batch: Batch) -> PackedRows:

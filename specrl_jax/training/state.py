@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specrl_jax import __version__
+from specrl_jax import __version__, hosts
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
@@ -231,6 +231,8 @@ class RunState:
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
     tokens_generated: int = 0  # of all finished steps
     seconds: float = 0.0  # of all finished steps, without evaluations and checkpoints
+    # The policy's learning rates: the last update's and, by the schedule, the next one's.
+    rates: tuple[float, float] | None = None
     reference: Reference | None = None  # with a KL penalty, and with adapters
 
     @property
@@ -238,6 +240,12 @@ class RunState:
         """Parts that are on, by name."""
         named = vars(self.rollout) | vars(self)
         return {name: part for name, part in named.items() if isinstance(part, StatePart)}
+
+    @property
+    def updates(self) -> int:
+        """Updates of the policy that were made."""
+        (_, count), *_ = optax.tree.get_all_with_path(self.policy_state.opt_state, "count")
+        return int(hosts.fetch(count))
 
     def base_params(self, model: ModelConfig) -> Params | None:
         """Return the weights that adapters are trained for; None: all weights are trained."""
@@ -265,6 +273,7 @@ class RunState:
         """Return the host's part of a checkpoint, JSON-able."""
         own = {"step": self.step, "skipped_in_row": self.skipped_in_row, "machine": machine()}
         own |= {"tokens_generated": self.tokens_generated, "seconds": self.seconds}
+        own |= {"rates": self.rates}
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -274,6 +283,7 @@ class RunState:
         self.skipped_in_row = host["skipped_in_row"]
         self.tokens_generated = host.get("tokens_generated", 0)
         self.seconds = host.get("seconds", 0.0)
+        self.rates = host.get("rates")
         for name, part in self.parts.items():
             if name in host:
                 owner = self if name in vars(self) else self.rollout

@@ -185,6 +185,18 @@ def test_decoupled_advantages_by_another_formula():
     np.testing.assert_array_equal(group_decoupled(np.ones_like(rewards), settings), 0)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.1, 7.0])
+def test_rewards_that_cancel_leave_no_advantage(scale):
+    """Nor one from rounding or ε, which the batch's standard deviation would scale to 1."""
+    first = np.random.default_rng(3).random((16, 1), np.float32)
+    settings = dataclasses.replace(config(4, True), reward_weights=(1.0, 1.0))
+    both = np.concatenate([first, scale * (1 - first)], axis=1).astype(np.float32)
+    np.testing.assert_array_equal(group_decoupled(both, settings), 0)
+    # Of another weight they do not cancel, whatever their sum.
+    settings = dataclasses.replace(settings, reward_weights=(2.0, 1.0))
+    assert np.all(group_decoupled(both, settings) != 0)
+
+
 # Six responses: the first four begin with 5 5, of which three go on with 6 6; the second ends
 # there, the first and third go on. The last two have a beginning of their own.
 LEAVES = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],

@@ -89,7 +89,7 @@ def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
     [
         ({"reward/mean": 0.0}, {}, "The reward never moved, it is 0.000 at every step"),
         ({"reward/mean": 1.0}, {}, "The reward never moved, it is 1.000 at every step"),
-        ({"reward/no_signal": 1.0}, {}, "The responses to a prompt never had different rewards"),
+        ({"reward/no_signal": 1.0}, {}, "The responses to a prompt never had different advantages"),
         ({"reward/no_signal": 0.9}, {}, ""),
         # A critic learns from groups whose rewards are equal, as those of one response.
         ({"reward/no_signal": 1.0}, {"critic.kind": "head"}, ""),

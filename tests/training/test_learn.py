@@ -209,6 +209,37 @@ def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, mon
     np.testing.assert_allclose(update.advantages, expected, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("weight", "factor", "expected"),
+    [(1, 0.5, 1.0), (2, 2.0, 0.75)],  # parts that cancel, and parts of equal sums that do not
+)
+def test_groups_without_signal_are_those_without_advantages(
+    mesh, tmp_path, monkeypatch, weight, factor, expected
+):
+    """Of the four groups the first has different rewards."""
+    first = np.zeros(32, np.float32)
+    first[:3] = 1
+    parts = np.stack([first, factor * (1 - first)], axis=1).astype(np.float32)
+    monkeypatch.setattr(learn, "shaped_rewards", lambda run, collected: (parts, {}))
+    changes = {
+        "algorithm.advantage": "gdpo", "train.steps": 1,
+        "reward.name": f"small_runs:score_first_letter*{weight}+format", "reward.format": "[0-4].*",
+    }  # fmt: skip
+    loop.train(small_config(SOME_SIGNAL | changes), tmp_path / "run")
+    assert records(tmp_path / "run")[-1]["reward/no_signal"] == expected
+
+
+def test_the_price_of_length_is_a_signal(mesh, tmp_path):
+    """Where all rewards of a group are equal too."""
+    changes = {"reward.name": "small_runs:score_some", "train.steps": 1}
+    priced = {"reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3}
+    shares = []
+    for name, more in (("plain", {}), ("priced", priced)):
+        loop.train(small_config(changes | more), tmp_path / name)
+        shares.append(records(tmp_path / name)[-1]["reward/no_signal"])
+    assert shares == [0.5, 0.0]
+
+
 def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     """Here the second of three: the first is solved, the third has no solution that fits."""
     run, _ = build(small_config({"algorithm.solution_coef": 1.0, "updates.mini_batch_size": 8}))

@@ -43,21 +43,24 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     state, other = _states(changes, algorithm)
     assert state.parts.keys() == ALWAYS | on
     assert state.arrays().keys() == {"train"} | ALWAYS | on
-    own = {"step", "skipped_in_row", "tokens_generated", "seconds", "machine"}
+    own = {"step", "skipped_in_row", "tokens_generated", "seconds", "machine", "rates"}
     assert state.host().keys() == own | ALWAYS | on
     state.step = 7
     state.skipped_in_row = 1
     state.tokens_generated = 2**40 + 1
     state.seconds = 0.1 + 0.2
+    state.rates = (0.2, 0.1)
     host = json.loads(json.dumps(state.host()))
     other.restore(host, state.arrays())
     assert other.step == 7
     assert other.skipped_in_row == 1
     assert (other.tokens_generated, other.seconds) == (2**40 + 1, 0.1 + 0.2)
+    assert [*other.rates] == [0.2, 0.1]
     other.restore(
-        {k: x for k, x in host.items() if k not in ("seconds", "tokens_generated")}, state.arrays()
-    )  # of a checkpoint that counted neither
-    assert (other.tokens_generated, other.seconds) == (0, 0.0)
+        {k: x for k, x in host.items() if k not in ("seconds", "tokens_generated", "rates")},
+        state.arrays(),
+    )  # of a checkpoint that has none of them
+    assert (other.tokens_generated, other.seconds, other.rates) == (0, 0.0, None)
     other.restore(host, state.arrays())
     assert json.loads(json.dumps(other.host())) == host
     like, arrays = jax.tree.leaves(state.arrays()), jax.tree.leaves(other.arrays())
