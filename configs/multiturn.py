@@ -50,8 +50,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
         config.rollout.prompts_per_step = 16
         config.rollout.response_len = 8
         config.rollout.row_buckets = 1
-        # So few problems are learnt by heart: their drafts would be kept whole.
-        config.rollout.draft_refresh = 0.5
         config.updates.mini_batch_size = 128
         config.evaluate.every = 8
         config.evaluate.batch_size = 16

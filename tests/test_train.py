@@ -176,7 +176,7 @@ def test_the_second_epoch_reuses_part_of_the_first_where_there_are_drafts(run):
 
 def test_lenience_0_reuses_nothing_and_inf_everything(run):
     assert _reuse(run({"rollout.lenience": 0.0})) == [0, 0, 0, 0]
-    whole = {"rollout.lenience": math.inf, "rollout.refresh_unsolved": 0.0} | ALL_ROWS
+    whole = {"rollout.lenience": math.inf} | ALL_ROWS
     full = records(run(whole))
     for record in full[3:]:
         assert record["rollout/draft_accept_rate"] == 1

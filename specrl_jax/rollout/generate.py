@@ -151,7 +151,8 @@ def start_runner(
     if inputs.partial_rows is not None:
         all_rows = write_partial_rows(all_rows, inputs.partial_rows)
     if requests.drafts is not None:
-        ends, cut_ends = hosts.fetch(cut_drafts(spec, all_rows, requests.drafts.lens))
+        lens = requests.drafts.lens
+        ends, cut_ends = hosts.fetch((lens, cut_drafts(spec, all_rows, lens)))
         new = np.maximum(ends - requests.partial_lens, 0)
         requests = dataclasses.replace(
             requests, draft_ends=cut_ends, draft_lens=requests.draft_lens + new

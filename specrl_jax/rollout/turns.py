@@ -91,7 +91,7 @@ class EpisodeRollout:
         new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)
         lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
         drafts = dataclasses.replace(requests.drafts, lens=lens)
-        ends, cut_ends = hosts.fetch(cut_drafts(spec, rows, lens))
+        ends, cut_ends = hosts.fetch((lens, cut_drafts(spec, rows, lens)))
         more = np.where(answered, np.maximum(ends - requests.partial_lens, 0), 0)
         return dataclasses.replace(
             requests,

@@ -5,7 +5,6 @@ the next step is a part of `RolloutState`.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -282,7 +281,6 @@ def _with_drafts(
         drafts = previous
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
-        drafts = _without_stuck(run, state, prompts, drafts)
     drafts = run.collector.drafts_to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.draft_history:
@@ -296,25 +294,6 @@ def _with_drafts(
     return dataclasses.replace(
         inputs, drafts=drafts, log_lenience=run.log_lenience, history=history
     )
-
-
-def _without_stuck(run: Run, state: RolloutState, prompts: Prompts, drafts: Drafts) -> Drafts:
-    """Leave out a share of the drafts of stuck groups, other samples at every visit.
-
-    A group is stuck where its rewards are equal and below 1. With all its responses reused it
-    would stay so. An exact rule keeps all: its tokens are exact only if no reward decides which
-    drafts it sees.
-    """
-    share = run.config.rollout.refresh_unsolved
-    if run.rollout_spec.accept.exact or not share:
-        return drafts
-    stuck = state.store.stuck(prompts)
-    group_size = len(drafts.lens) // len(stuck)
-    left_out = np.zeros((len(stuck), group_size), bool)
-    for row in np.flatnonzero(stuck):
-        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
-        left_out[row, rng.permutation(group_size)[: math.ceil(share * group_size)]] = True
-    return without_drafts(drafts, left_out.reshape(-1))
 
 
 def make_train_batch(

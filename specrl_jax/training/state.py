@@ -205,9 +205,7 @@ class RolloutState:
         previous: the last responses of all rows that the rollout was given.
         """
         rewards = responses.group_rewards
-        # A group is stuck where its rewards are equal and below 1, the reward of a right one.
-        stuck = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
-        self.store.put(responses.prompts, responses.rollout, step=self.step, stuck=stuck)
+        self.store.put(responses.prompts, responses.rollout, step=self.step)
         run.collector.observe(self, responses)
         noise_steps = responses.result.noise_steps
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)

@@ -4,11 +4,9 @@ import dataclasses
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rollout_reference as ref
 from small_runs import ROOT, records, small_config
 
 from specrl_jax import train as loop
@@ -150,25 +148,6 @@ def test_nothing_accepted_has_no_measure(mesh):
     sampled = one_token_rollout(*distributions(), accepted=False)
     assert off_policy.measure(sampled, 0.5, 0.0, None) == {}
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
-
-
-def test_a_share_of_drafts_is_left_out(mesh):
-    (_, old), (_, new) = ref.policy(0.1), ref.policy()
-    plan, prompts = ref.make_spec(), ref.random_prompts(4)
-    drafts = ref.as_drafts(ref.run(plan, old, prompts, 1)[0])
-    key, options = jax.random.key(ref.KEY), {"step": 6, "log_lenience": math.inf}
-
-    def draft_lens(**changes):
-        changed = dataclasses.replace(plan, **changes)
-        return ref.rollout(changed, new, prompts, key=key, drafts=drafts, **options).draft_lens
-
-    lens, whole = np.asarray(drafts.lens), draft_lens()
-    np.testing.assert_array_equal(whole, lens)
-    some = draft_lens(refresh=0.5)
-    assert 0 < np.sum(some == 0) < len(lens)
-    assert set(some[some > 0]) <= set(lens)
-    np.testing.assert_array_equal(draft_lens(refresh=1.0), 0)
-    np.testing.assert_array_equal(some, draft_lens(refresh=0.5))
 
 
 def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):

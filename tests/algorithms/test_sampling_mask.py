@@ -213,7 +213,7 @@ def train(mesh, tmp_path):
 
 def test_the_update_scores_what_the_rollout_sampled_or_kept(train):
     """Drafts are kept whatever the policy says: some have left its likeliest tokens."""
-    changes = {"rollout.lenience": math.inf, "rollout.refresh_unsolved": 0.0}
+    changes = {"rollout.lenience": math.inf}
     workdir = train("lenient", changes | {"updates.learning_rate": 0.1})
     steps = records(workdir)[1:]
     assert all(x["policy/rollout_train_logprob_gap"] < 1e-5 for x in steps)

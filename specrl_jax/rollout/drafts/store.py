@@ -119,7 +119,6 @@ class DraftStore(StatePart):
         self._owner = dict(owner or {})
         self._history = shape.history or shape.generations
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
-        self._stuck: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
@@ -136,23 +135,13 @@ class DraftStore(StatePart):
         tokens, lens = pick_history(self._arrays, *self._find(prompts, step))
         return tokens[:, : self._history], lens[:, : self._history]
 
-    def stuck(self, prompts: Prompts) -> np.ndarray:
-        """Mark the prompts whose newest responses were stored as stuck, bool [Q]."""
-        return np.asarray([e.prompt_id in self._stuck for e in prompts.examples])
-
-    def put(
-        self, prompts: Prompts, rollout: Rollout, *, step: int, stuck: np.ndarray | None = None
-    ) -> None:
+    def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
         """Store the groups' responses; older generations move back by one.
 
-        stuck: bool [Q], groups whose rewards are equal and below 1; None: none.
         Raises ValueError if a prompt occurs twice.
         """
         names = [e.prompt_id for e in prompts.examples]
         slots, reassigned = self._take(names)
-        self._stuck -= set(names)
-        if stuck is not None:
-            self._stuck |= {name for name, marked in zip(names, stuck) if marked}
         newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
         not_kept = [name for name, array in vars(self._arrays).items() if array is None]
         newest = dataclasses.replace(newest, **dict.fromkeys(not_kept))
@@ -171,7 +160,6 @@ class DraftStore(StatePart):
         """Return the host's part of a checkpoint, JSON-able; `arrays` is the other."""
         return {
             "slots": list(self._slots.items()),
-            "unsolved": sorted(self._stuck),
             "shape": self._shape,
             "owner": self._owner,
         }
@@ -196,7 +184,6 @@ class DraftStore(StatePart):
                 "resume with the same data and rollout settings"
             )
         self._slots = dict(host["slots"])
-        self._stuck = set(host["unsolved"])
         self._arrays = arrays
         return self
 

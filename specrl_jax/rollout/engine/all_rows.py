@@ -120,20 +120,9 @@ def write_partial_rows(all_rows: Rows, partial_rows: PartialRows) -> Rows:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
-    """Return where drafts of `lens` [B] tokens end, int32 [B] each.
-
-    First: the length of the draft, 0 if it is left out at random (`rollout.draft_refresh`), which
-    happens to no draft of a rule that samples every token anew. Second: the part that the rule
-    verifies.
-    """
-    rule = spec.accept
-    seeds = rows.accept_seeds
-    if spec.refresh and not rule.samples_anew:
-        # Noise of a position that no response has: the rule must not draw on it too.
-        past_end = jnp.full_like(lens, spec.response_slots)
-        lens = jnp.where(uniforms(seeds, past_end) <= spec.refresh, 0, lens)
-    return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> Array:
+    """Return how much of drafts of `lens` [B] tokens the rule verifies, int32 [B]."""
+    return spec.accept.cut(uniforms(rows.accept_seeds, jnp.zeros_like(lens)), lens)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "size", "slots"))

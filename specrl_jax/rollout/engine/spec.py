@@ -58,7 +58,6 @@ class RolloutSpec:
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # number of batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
-    refresh: float = 0.0  # share of the drafts that are left out
     stop: StopStrings | None = None  # texts that end a turn too
     forks: Forks | None = None  # None: all rows of a group begin at the prompt
     turns: bool = False  # whether rows go on after their environment has answered
@@ -106,7 +105,6 @@ class RolloutSpec:
             max_width=settings.max_width if drafts.proposes else 1,
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
-            refresh=settings.draft_refresh,
             stop=stop,
             forks=Forks(**settings.fork) if settings.fork.segment else None,
             turns=bool(config.environment.name),

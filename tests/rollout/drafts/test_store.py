@@ -210,21 +210,6 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, make_mesh):
             assert check(other, saved, "efghijkl", step=5) == 12
 
 
-def test_a_store_knows_whose_newest_responses_were_stuck(mesh):
-    rng, store = np.random.default_rng(7), DraftStore(StoreShape(3, 2, R))
-
-    def put(names, marks, step):
-        rollout = make_rollout(rng, 2 * len(names))
-        store.put(make_prompts(names), rollout, step=step, stuck=np.array(marks))
-
-    put("abc", [True, False, True], 1)
-    assert store.stuck(make_prompts("cbax")).tolist() == [True, False, True, False]
-    put("ab", [False, True], 2)
-    other = DraftStore(StoreShape(3, 2, R))
-    other.restore(json.loads(json.dumps(store.host())), store.arrays())
-    assert other.stuck(make_prompts("abc")).tolist() == [False, True, True]
-
-
 def test_a_store_of_another_owner_or_shape_is_refused(mesh):
     def new(prompts=3, k=0, generations=1, tokenizer="t1", model="m1"):
         owner = {"tokenizer": tokenizer, "model": model}
