@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.compile import fit, programs, shapes
+from specrl_jax.compile import fit, memory, programs, shapes
 from specrl_jax.config import flatten
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.checkpoint import Checkpointer, check_run_config, save_run_config
@@ -23,15 +23,14 @@ from specrl_jax.process.workdir import (
     check_paths,
     parse_origin,
 )
+from specrl_jax.reports.report_page import FILE_NAME as REPORT
+from specrl_jax.reports.runs import read_run, summarize
 from specrl_jax.rollout.generate import NoiseKey, time_decoding
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import move
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
-from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
-from specrl_jax.training import memory
 from specrl_jax.training.build import build, init_state, resume, try_reward
 from specrl_jax.training.collect import TrainBatch, make_train_batch, next_inputs
 from specrl_jax.training.evaluate import evaluate, group_rewards

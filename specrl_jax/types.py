@@ -7,6 +7,7 @@ prompt, so that verification, decoding and the update share one layout. Log-prob
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,22 @@ class Prompts:
     lens: np.ndarray  # int32 [Q]
     ids: np.ndarray  # uint32 [Q, 2], the prompt_id as two words, high word first; keys the noise
     examples: tuple[Example, ...]  # the Q problems
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Prompts":
+        """Return the prompts at these indices, in this order."""
+        rows = np.asarray(rows, np.int64)
+        examples = tuple(self.examples[i] for i in rows)
+        return Prompts(self.tokens[rows], self.lens[rows], self.ids[rows], examples)
+
+    @staticmethod
+    def concatenate(*batches: "Prompts") -> "Prompts":
+        """Return the prompts of all batches, [Q1 + Q2 + ...]."""
+        return Prompts(
+            tokens=np.concatenate([x.tokens for x in batches]),
+            lens=np.concatenate([x.lens for x in batches]),
+            ids=np.concatenate([x.ids for x in batches]),
+            examples=tuple(example for x in batches for example in x.examples),
+        )
 
 
 @jax.tree_util.register_dataclass

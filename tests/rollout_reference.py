@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from specrl_jax.data.prompts import select  # noqa: F401  (for the tests)
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 from rollout_reference import make_spec
 
+from specrl_jax.agents.episodes import Episodes
 from specrl_jax.data.prompts import encode_prompts, make_example
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.episodes import Episodes
 from specrl_jax.training.responses import Responder
 
 TOKENIZER = CharacterTokenizer("".join(map(chr, range(32, 127))) + "\n")

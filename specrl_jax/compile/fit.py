@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.compile import memory
 from specrl_jax.compile.shapes import AbstractRun, RolloutShapes, device_bytes, of_run
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import shards
-from specrl_jax.training import memory
 from specrl_jax.training.state import Run
 
 _SPARE = 0.1  # share of the memory for what is not counted, and for gaps between arrays

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specrl_jax.agents.turns import append_forced
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
+from specrl_jax.compile import memory
 from specrl_jax.compile.shapes import (
     AbstractRun,
     RolloutShapes,
@@ -35,8 +37,6 @@ from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.engine.feed import feed
 from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.rollout.turns import append_forced
-from specrl_jax.training import memory
 from specrl_jax.training.description import critic_only_steps
 
 

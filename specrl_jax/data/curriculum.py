@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.prompts import EncodedDataset, digest, select, words
+from specrl_jax.data.prompts import EncodedDataset, digest, words
 from specrl_jax.types import Example, Prompts, StatePart
 
 
@@ -110,7 +110,7 @@ class PromptStream(StatePart):
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """Return the prompts of these ids, in this order."""
-        return select(self._encoded, [self._rows[prompt_id] for prompt_id in prompt_ids])
+        return self._encoded.select([self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
     def given(self) -> int:
@@ -162,7 +162,7 @@ class _Chooser(PromptStream):
         chosen = free[self._choose(rng, free, count)]
         self.draws += 1
         self.taken += count
-        return select(self._encoded, chosen)
+        return self._encoded.select(chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         """Return `count` distinct indices into `free`."""

@@ -5,8 +5,8 @@ import dataclasses
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.reading import Reading
-from specrl_jax.rewards.worker_process import Result
 from specrl_jax.rollout.generate import RolloutInputs
+from specrl_jax.sandbox.worker_process import Result
 from specrl_jax.training.responses import Responder
 
 

@@ -24,12 +24,12 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.carry_over import turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, generate
 from specrl_jax.rollout.rows import where_rows
-from specrl_jax.rollout.turns import turn_drafts
 from specrl_jax.sharding import put, reshard, take_rows
 from specrl_jax.types import PartialRows, Rollout, Source
 

@@ -9,7 +9,6 @@ import dataclasses
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, as_drafts, without_drafts
 from specrl_jax.rollout.drafts.sources import DraftHistory
@@ -189,7 +188,7 @@ def _requests(spec: RolloutSpec, inputs: RolloutInputs) -> Requests:
     num_train_rows = len(prompts.lens) * group_size
     noise_steps = _noise_steps(inputs, group_size)[order]
     if inputs.next_prompts is not None:
-        prompts = select(concatenate(prompts, inputs.next_prompts), order)
+        prompts = Prompts.concatenate(prompts, inputs.next_prompts).select(order)
     nothing = np.zeros(len(prompts.lens) * group_size, np.int32)
     partial_lens = nothing
     draft_lens = nothing

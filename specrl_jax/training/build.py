@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
@@ -16,6 +17,7 @@ from specrl_jax.algorithms.update_spec import (
     make_schedule,
     make_update_spec,
 )
+from specrl_jax.compile import memory
 from specrl_jax.data.chat_template import changed_turns
 from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
 from specrl_jax.data.prompts import (
@@ -33,7 +35,6 @@ from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
-from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -45,7 +46,6 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move, rollout_mesh
-from specrl_jax.training import memory
 from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.group_buffer import part_size

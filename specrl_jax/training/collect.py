@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.agents.episodes import Turns
 from specrl_jax.algorithms import off_policy
 from specrl_jax.data.curriculum import part_of
-from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
@@ -28,7 +28,6 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
     turn_metrics,
 )
-from specrl_jax.training.episodes import Turns
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
 from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.state import RolloutState, Run, rollout_rows
@@ -188,10 +187,10 @@ class PartialRollout(WholeRollout):
         # All groups that have begun go on, also where the run was made shorter.
         count = max(min(size + config.partial, rest), len(resumed_ids))
         new = state.stream.take(count - len(resumed_ids), busy=resumed_ids)
-        prompts = concatenate(state.stream.find(resumed_ids), new)
+        prompts = Prompts.concatenate(state.stream.find(resumed_ids), new)
         fillers = size + config.partial - count
         filled = np.append(np.arange(count), np.zeros(fillers, int))
-        prompts = select(prompts, filled)
+        prompts = prompts.select(filled)
         return RolloutInputs(
             prompts,
             state.noise_key(prompts),
@@ -229,7 +228,7 @@ class WaitingGroups(WholeRollout):
         if groups.to_finish:
             to_finish = state.stream.find(groups.to_finish)
             parts = (part_of(to_finish, first) for first in groups.first_samples)
-            prompts = concatenate(prompts, *parts)
+            prompts = Prompts.concatenate(prompts, *parts)
         return RolloutInputs(prompts, state.noise_key(prompts))
 
     def observe(self, state: RolloutState, responses: Responses) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrl_jax.data.prompts import select
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec
 from specrl_jax.training.responses import Responder, Responses
@@ -30,7 +29,7 @@ def evaluate(
     answered = []
     for prompts, real in batches:
         responses = responder.respond(spec, weights, RolloutInputs(prompts, noise))
-        real_prompts = select(prompts, np.arange(real))
+        real_prompts = prompts.select(np.arange(real))
         answered.append(dataclasses.replace(responses, prompts=real_prompts))
     return answered
 

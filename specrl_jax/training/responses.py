@@ -11,22 +11,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import select
+from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.agents.episodes import Episodes, Turns, problems_of
+from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
-from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
-from specrl_jax.rewards.worker_process import Result
-from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
 from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.rollout.turns import EpisodeRollout
+from specrl_jax.sandbox.worker_process import Result
+from specrl_jax.sandbox.workers import RewardPool, Rewards
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.episodes import Episodes, Turns, problems_of
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
@@ -133,7 +132,7 @@ class Responder:
             result = roll_out(spec, weights, inputs, speculation=speculation)
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
-            prompts = select(prompts, result.groups)
+            prompts = prompts.select(result.groups)
             ended = spec.ended(tokens, lens)
             in_thought = np.repeat(self.begins_thoughts(prompts), result.group_size)
             rows = [row[:n] for row, n in zip(tokens, lens)]

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from specrl_jax.agents.episodes import Turns
 from specrl_jax.sharding import move
 from specrl_jax.training.collect import TrainBatch
-from specrl_jax.training.episodes import Turns
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
 from specrl_jax.types import Prompts, Rollout, StatePart

@@ -10,16 +10,15 @@ import jax
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import concatenate
 from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.process.runtime import compile_metrics
+from specrl_jax.reports.report_page import ReportWriter
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import Recorded, RolloutRecords
-from specrl_jax.telemetry.report_page import ReportWriter
 from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
-from specrl_jax.types import Source
+from specrl_jax.types import Prompts, Source
 
 # Fields of a rollout that no record holds.
 _NOT_RECORDED = (
@@ -125,7 +124,7 @@ class RunLog(contextlib.AbstractContextManager):
             recorded = Recorded(*on_host, x.ended, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
         if self._writes:
-            prompts = concatenate(*(x.prompts for x in rollouts))
+            prompts = Prompts.concatenate(*(x.prompts for x in rollouts))
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
             self._records.write(self._step, self._epoch, prompts, joined, kind=kind)
 

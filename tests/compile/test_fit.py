@@ -6,11 +6,10 @@ import jax
 import pytest
 import small_runs
 
-from specrl_jax.compile import fit, programs
+from specrl_jax.compile import fit, memory, programs
 from specrl_jax.compile.shapes import RolloutShapes, device_bytes, of_config
 from specrl_jax.process import runtime
 from specrl_jax.train import train
-from specrl_jax.training import memory
 
 # Shapes as of the tests in test_memory: 3 prompt and 6 response slots, 16 tokens, 4 heads.
 KINDS = {

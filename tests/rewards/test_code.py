@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_workers import score
 
-from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.sandbox.workers import RewardPool
 
 LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
 
@@ -304,7 +304,8 @@ TRICKS = [
     "import builtins\nbuiltins.AssertionError = builtins.KeyError = type('E', (), {})\nadd = int",
     "import builtins\nbuiltins.float = builtins.bool = lambda *x: 1.0\ndef add(a, b): return 3",
     'import json\njson.loads = json.dumps = lambda *a, **k: \'["", "", true, []]\'\nadd = max',
-    "from specrl_jax.rewards import code, worker_process as w\ncode.score_code = lambda *a: 1.0\n"
+    "from specrl_jax.rewards import code\ncode.score_code = lambda *a: 1.0\n"
+    "from specrl_jax.sandbox import worker_process as w\n"
     'w.Result.to_line = lambda self: b\'[1.0, true, "", "", "user"]\\n\'\nadd = max',
     "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\nadd = max",
     "def test_add(): pass\ndef check(f): pass\nadd = test_add",

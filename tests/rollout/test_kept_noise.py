@@ -68,7 +68,7 @@ def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
     for _ in range(2):  # asked for ahead, as a run-ahead rollout does
         assert noise.noise_steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
     order = [2, 0]
-    assert noise.noise_steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
+    assert noise.noise_steps(prompts.select(order), 5).tolist() == [[1] * 4] * 2
 
 
 # --- rollouts -------------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import check_equal, host, make_spec, select
+from rollout_reference import check_equal, host, make_spec
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.data.prompts import concatenate
 from specrl_jax.rollout.carry_over import Resumed
 from specrl_jax.training.build import build, init_state
-from specrl_jax.types import Source
+from specrl_jax.types import Prompts, Source
 
 Q, X, G, R = 4, 2, 4, 8
 EVERY = ref.random_prompts(24)
@@ -42,7 +41,7 @@ class Step:
 
     @property
     def chosen(self):
-        return select(self.prompts, self.outcome.groups)
+        return self.prompts.select(self.outcome.groups)
 
 
 def one_step(spec, weights, prompts, number, resumed, stop=Q, **options):
@@ -58,8 +57,8 @@ def steps(spec, policies, **options) -> list[Step]:
     for number, weights in enumerate(policies, start=1):
         by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
         count = Q + X - len(resumed.noise_steps)
-        new = select(EVERY, range(taken, taken + count))
-        prompts = concatenate(select(EVERY, [by_id[p] for p in resumed.prompt_ids]), new)
+        new = EVERY.select(range(taken, taken + count))
+        prompts = Prompts.concatenate(EVERY.select([by_id[p] for p in resumed.prompt_ids]), new)
         more = {name: make(prompts) for name, make in options.items()}
         outcome = one_step(spec, weights, prompts, number, resumed, **more)
         done.append(Step(number, outcome, prompts, resumed))
@@ -208,12 +207,12 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     (step,) = steps(spec, [weights])
     resumed = step.outcome.resumed
     by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-    prompts = select(EVERY, [*(by_id[p] for p in resumed.prompt_ids), 10, 11])
+    prompts = EVERY.select([*(by_id[p] for p in resumed.prompt_ids), 10, 11])
     result = one_step(spec, weights, prompts, 2, resumed)
     assert result.groups.tolist() == [0, 1, 2, 3]
     assert result.resumed.prompt_ids == result.resumed.noise_steps == ()
     assert not np.asarray(result.resumed.rows.rollout.lens).any()
-    new = ref.run(spec, weights, select(EVERY, [10, 11]), 2)[0]
+    new = ref.run(spec, weights, EVERY.select([10, 11]), 2)[0]
     rows = slice(2 * G, 4 * G)
     check_equal(jax.tree.map(lambda x: x[rows], host(result.rollout)), new)
 

@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import check_equal, host, make_spec, select
+from rollout_reference import check_equal, host, make_spec
 
 from specrl_jax.rollout.carry_over import RunAhead
 from specrl_jax.types import Source
 
 EVERY = ref.random_prompts(16)
-NOW, NEXT = select(EVERY, range(8)), select(EVERY, range(8, 16))
+NOW, NEXT = EVERY.select(range(8)), EVERY.select(range(8, 16))
 PLANS = {
     "two buckets": {},
     "few rows": {"max_rows": 16, "row_buckets": 3},
@@ -63,7 +63,7 @@ def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes
 def test_rows_of_the_next_step_begin_in_order_in_free_slots(mesh):
     """A batch of 24 slots; it does not shrink as long as others wait for one."""
     spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
-    prompts = select(NOW, range(6))
+    prompts = NOW.select(range(6))
     result = begin_ahead(spec, weights, prompts=prompts)
     begun = np.asarray(result.run_ahead.drafts.lens) > 0
     assert 12 <= begun.sum() < 32

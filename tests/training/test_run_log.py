@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from small_runs import small_config
 
 from specrl_jax import train as loop
+from specrl_jax.agents.episodes import Turns
 from specrl_jax.training import run_log
-from specrl_jax.training.episodes import Turns
 
 GUESS = {
     "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line, small_config
 
-from specrl_jax.data.prompts import select
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
@@ -92,7 +91,7 @@ def test_changed_held_out_prompts_are_refused(mesh, tmp_path):
     run, params = build(config)
     ((prompts, real),) = run.held_out
     edited = dataclasses.replace(prompts, tokens=prompts.tokens[:, ::-1])
-    parts = [(select(prompts, range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
+    parts = [(prompts.select(range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
     state = init_state(run, jax.tree.map(jnp.copy, params))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state.arrays(), state.host())

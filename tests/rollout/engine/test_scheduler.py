@@ -45,7 +45,7 @@ def test_every_response_ends_at_its_longest_length(mesh, rollouts, changes, with
 
 def test_a_batch_that_fills_no_bucket(mesh, rollouts):
     """Five groups of four rows: slots without a row are not seen."""
-    five = ref.select(PROMPTS, range(5))
+    five = PROMPTS.select(range(5))
     for changes in ({"row_buckets": 3}, {"max_rows": 8}):
         rollout, _ = run_rollout(make_spec(**changes), max_lens=MAX_LENS[:20], prompts=five)
         check_equal(rollout, rollouts.plain, slice(0, 20))
@@ -137,8 +137,8 @@ def test_groups_of_long_drafts_begin_first(mesh, seen, rollouts):
 
 def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, rollouts):
     """They take idle slots alone, and the batch does not shrink while one of them waits."""
-    first = ref.select(PROMPTS, range(4))
-    late = ref.select(PROMPTS, range(4, 8))
+    first = PROMPTS.select(range(4))
+    late = PROMPTS.select(range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     spec = make_spec(max_rows=12, row_buckets=2)
     result = ref.rollout(spec, weights, first, step=1, next_prompts=late)
@@ -163,7 +163,7 @@ def test_who_waits_by_hand(make_mesh):
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
+            PROMPTS.select(range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)

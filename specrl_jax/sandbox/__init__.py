@@ -1,0 +1,1 @@
+"""Processes that contain what a policy, a scorer or an environment runs."""
