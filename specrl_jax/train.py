@@ -25,14 +25,14 @@ from specrl_jax.process.workdir import (
 )
 from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.reports.runs import read_run, summarize
-from specrl_jax.rollout.generate import NoiseKey, time_decoding
-from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.generate import time_decoding
+from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.training.build import build, init_state, resume, try_reward
-from specrl_jax.training.collect import TrainBatch, make_train_batch, next_inputs
+from specrl_jax.training.collect import TrainBatch, make_train_batch, next_requests, roll_out
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.learn import update_policy
 from specrl_jax.training.responses import Responses, mean_by_function
@@ -66,13 +66,8 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch,
     clock = Stopwatch()
     state.begin_step()
     rollouts: list[Responses] = []
-    while run.collector.wants_rollout(state, rollouts):
-        with clock.timed("time/rollout"):
-            inputs, previous = next_inputs(run, state)
-        responses = run.responder.respond(
-            run.rollout_spec, weights, inputs, speculation=state.speculation, clock=clock
-        )
-        rollouts.append(state.observe(run, responses, previous))
+    while state.collector.wants_rollout(rollouts):
+        rollouts.append(roll_out(run, state, weights, clock))
     return make_train_batch(run, state, rollouts, clock.take()), rollouts
 
 
@@ -207,8 +202,8 @@ def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple
     """Time decode steps of the next rollout."""
     # A copy of the stream: the run's first batch is not used up.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
-    inputs, _ = next_inputs(run, ahead)
-    return time_decoding(run.rollout_spec, weights, inputs)
+    requests, _ = next_requests(run, ahead)
+    return time_decoding(run.rollout_spec, weights, requests)
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

@@ -46,20 +46,12 @@ class Example:
     answer: str
     task: str
     metadata: dict[str, Any]
-
-    def part(self, first: int) -> "Example":
-        """Return the problem for its responses from number `first` on, under the id "ID+first"."""
-        return dataclasses.replace(self, prompt_id=f"{self.prompt_id}+{first}")
+    first_sample: int = 0  # number of the first response that this is for: groups may have parts
 
     @property
-    def base_id(self) -> str:
-        """Return the id of the whole problem, of which this may be a part."""
-        return self.prompt_id.partition("+")[0]
-
-    @property
-    def first_sample(self) -> int:
-        """Return the number of the first response that a part is for."""
-        return int(self.prompt_id.partition("+")[2] or 0)
+    def key(self) -> str:
+        """Name of the responses that this is for: those from `first_sample` on."""
+        return f"{self.prompt_id}+{self.first_sample}" if self.first_sample else self.prompt_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +147,7 @@ class Source(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """B responses, finished or not (`PartialRows` says which)."""
+    """B responses, finished or not."""
 
     tokens: Array  # int32 [B, R], right-padded
     lens: Array  # int32 [B], end of sequence included
@@ -196,18 +188,6 @@ class Rollout:
             top_ids=zeros(jnp.int32, slots, k) if k else None,
             top_logprobs=zeros(jnp.float32, slots, k) if k else None,
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PartialRows:
-    """Tokens and state of B rows that have begun."""
-
-    rollout: Rollout  # the responses so far
-    done: Array  # bool [B]
-    # int32 [B], tokens of the row's draft; if the row is unfinished and nothing was rejected yet,
-    # only the accepted ones.
-    draft_lens: Array
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,9 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
-from specrl_jax.rollout.sampling import Purpose, SamplingConfig
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
 
@@ -148,7 +149,7 @@ def rollout(
     """`generate` with all of its inputs by name."""
     key = jax.random.key(KEY) if key is None else key
     noise = NoiseKey(key, step, purpose)
-    inputs = RolloutInputs(prompts, noise, drafts, log_lenience, history, **others)
+    inputs = Requests(prompts, noise, drafts, log_lenience, history, **others)
     return generate(spec, weights, inputs, max_lens=max_lens, speculation=speculation)
 
 

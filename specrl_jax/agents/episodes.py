@@ -13,10 +13,10 @@ its environment (`allow_unfinished`), all others go on. Replayable environments 
 for, so that no clock decides which rows are computed together.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,31 +28,17 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.sandbox.worker_process import Result
 from specrl_jax.sandbox.workers import Rewards
 from specrl_jax.telemetry.metrics import Stopwatch
+from specrl_jax.training.responses import Turns, problems_of
 from specrl_jax.types import Prompts
 
 
-class Turns(NamedTuple):
-    """Turns of B episodes, of at most K turns each."""
+@dataclasses.dataclass(frozen=True)
+class PlayedResult(RolloutResult):
+    """B episodes as they ended."""
 
-    rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
-    ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
-    roles: np.ndarray  # str [B, K], role of the environment's answer to a turn; "" for no answer
-
-    @property
-    def counts(self) -> np.ndarray:
-        """int [B], turns of each episode."""
-        return np.count_nonzero(self.ends, axis=1)
-
-
-def problems_of(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
-    """Return answers, tasks and metadata of these rows, of `total` in all."""
-    group_size = total // len(prompts.examples)
-    examples = [prompts.examples[row // group_size] for row in rows]
-    return (
-        [example.answer for example in examples],
-        [example.task for example in examples],
-        [example.metadata for example in examples],
-    )
+    rewards: Rewards
+    ended: np.ndarray  # bool [B], rows that the length did not cut
+    turns: Turns
 
 
 class Episodes:
@@ -65,7 +51,7 @@ class Episodes:
     def __init__(self, responder: Any, prompts: Prompts, rollout: EpisodeRollout, clock: Stopwatch):
         rows = len(prompts.lens) * rollout.spec.group_size
         self.spec = rollout.spec
-        self.responder = responder  # `responses.Responder`
+        self.responder = responder  # `responder.EpisodeResponder`
         self.rollout = rollout
         self.clock = clock
         shape = (rows, responder.max_turns)
@@ -85,8 +71,8 @@ class Episodes:
         problems = zip(*problems_of(prompts, range(rows)[self.own], rows))
         self.handles = responder.pool.begin(list(problems))  # of the own rows' episodes
 
-    def play(self) -> tuple[RolloutResult, Rewards, Turns]:
-        """Play the episodes to their ends; return the rollout, its rewards and its turns."""
+    def play(self) -> PlayedResult:
+        """Play the episodes to their ends."""
         while not self.over.all():
             with self.clock.timed("time/rollout"):
                 tokens, lens, ended = self.rollout.run(self.responder.allow_unfinished)
@@ -97,7 +83,8 @@ class Episodes:
         self.responder.pool.end(self.handles)
         failed = np.array([bool(reason) for reason in self.reasons], np.bool_)
         rewards = Rewards(self.totals, failed, tuple(self.reasons))
-        return self.rollout.result(), rewards, self.turns
+        rollout = vars(self.rollout.result())
+        return PlayedResult(**rollout, rewards=rewards, ended=~self.cut, turns=self.turns)
 
     def _answer(
         self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray

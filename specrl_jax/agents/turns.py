@@ -17,13 +17,15 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.carry_over import turn_drafts
+from specrl_jax.rollout.drafts.edit import turn_drafts
 from specrl_jax.rollout.engine.all_rows import cut_drafts, read_rollout
-from specrl_jax.rollout.engine.runner import Requests
+from specrl_jax.rollout.engine.decode import StopCondition
+from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, start_runner
+from specrl_jax.rollout.generate import RolloutResult
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Source, TokenColumns
@@ -36,19 +38,18 @@ class EpisodeRollout:
         self,
         spec: RolloutSpec,
         weights: Params,
-        inputs: RolloutInputs,
-        *,
+        requests: Requests,
         speculation: Speculation | None = None,
     ):
         """Begin an episode in each row. Arguments: see `generate`. Drafts are whole episodes."""
         self.spec = spec
-        self.step = inputs.noise.step
-        self.draft_episodes = inputs.drafts
+        self.step = requests.noise.step
+        self.draft_episodes = requests.drafts
         if self.draft_episodes is not None:
             first = turn_drafts(self.draft_episodes, None, None, spec.eos_ids, spec.stop)
-            inputs = dataclasses.replace(inputs, drafts=first)
-        self.runner = start_runner(spec, weights, inputs)
-        self.scheduler = Scheduler(self.runner, speculation)
+            requests = dataclasses.replace(requests, drafts=first)
+        self.runner = Runner(spec, weights, requests)
+        self.scheduler = TurnScheduler(self.runner, speculation)
 
     def run(self, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Run until at most a share, [0, 1), of the running rows are within their turn.
@@ -79,39 +80,89 @@ class EpisodeRollout:
             put(counts, "batch"),
             put(answered, "batch"),
         )
-        requests = dataclasses.replace(runner.requests, partial_lens=lens + counts)
+        runner.lens = lens + counts
         if self.draft_episodes is not None:
-            requests = self._with_drafts(requests, answered)
-        self.scheduler.go_on(requests, rows, lens[rows] - 1, over)
+            self._draft_turns(answered)
+        self.scheduler.go_on(rows, lens[rows] - 1, over)
 
-    def _with_drafts(self, requests: Requests, answered: np.ndarray) -> Requests:
-        """Return the requests; rows `answered` bool [B] get the drafts of their next turn."""
+    def _draft_turns(self, answered: np.ndarray) -> None:
+        """Give the rows `answered` bool [B] the drafts of their next turn."""
         spec = self.spec
-        rows = self.runner.all_rows
+        runner = self.runner
+        rows = runner.all_rows
         new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)
-        lens = jnp.where(put(answered, "batch"), new.lens, requests.drafts.lens)
-        drafts = dataclasses.replace(requests.drafts, lens=lens)
+        lens = jnp.where(put(answered, "batch"), new.lens, runner.drafts.lens)
+        runner.drafts = dataclasses.replace(runner.drafts, lens=lens)
         ends, cut_ends = hosts.fetch((lens, cut_drafts(spec, rows, lens)))
-        more = np.where(answered, np.maximum(ends - requests.partial_lens, 0), 0)
-        return dataclasses.replace(
-            requests,
-            drafts=drafts,
-            draft_ends=np.where(answered, cut_ends, requests.draft_ends),
-            draft_lens=requests.draft_lens + more,
-        )
+        more = np.where(answered, np.maximum(ends - runner.lens, 0), 0)
+        runner.draft_ends = np.where(answered, cut_ends, runner.draft_ends)
+        runner.draft_lens = runner.draft_lens + more
 
     def result(self) -> RolloutResult:
         """Return the episodes, once all are over."""
-        requests = self.runner.requests
-        step = np.int32(self.step)
-        return RolloutResult(
-            read_rollout(self.spec, self.runner.all_rows, self.draft_episodes, None, step),
-            self.runner.stats,
-            groups=np.arange(len(requests.prompts.lens)),
-            noise_steps=requests.noise_steps,
-            draft_lens=requests.draft_lens,
-            resumed_lens=np.zeros_like(requests.partial_lens),
+        runner = self.runner
+        rollout = read_rollout(
+            self.spec, runner.all_rows, self.draft_episodes, None, np.int32(self.step)
         )
+        over = np.ones(len(runner.lens), np.bool_)
+        return RolloutResult(rollout, over, runner.draft_lens, runner.stats)
+
+
+class TurnScheduler(Scheduler):
+    """Scheduler of rows whose slots are kept while their environment answers."""
+
+    def __init__(self, runner: Runner, speculation: Speculation | None = None):
+        super().__init__(runner, speculation)
+        # int [shards], rows that have begun and are not over, when rows last began or went on
+        self.alive = np.zeros_like(runner.unfinished_all)
+
+    def _occupied(self) -> np.ndarray:
+        return self.alive
+
+    def _admit(self) -> bool:
+        waiting = np.array([len(queue) for queue in self.queues])
+        admitted = super()._admit()
+        self.alive = self.alive + waiting - [len(queue) for queue in self.queues]
+        return admitted
+
+    def run_turns(self, share: float) -> Rows:
+        """Return all rows once at most a share of the running rows are within their turn.
+
+        share: [0, 1). Rows whose turn has ended keep their slots until `go_on`.
+        """
+        runner = self.runner
+        while self._admit():
+            pass
+        most = int(share * runner.unfinished_awaited.sum())
+        while runner.unfinished_awaited.sum() > most:
+            self._decode(StopCondition.of(max_left=most))
+        runner.write_back()
+        return runner.all_rows
+
+    def go_on(self, rows: np.ndarray, starts: np.ndarray, over: np.ndarray) -> None:
+        """Let answered rows go on; an answered row whose slot was given away begins again.
+
+        Every other row whose turn has ended waits for its answer, or is over.
+
+        rows: int [k], the answered ones. starts: int [k], response position of the first token that
+        has no key in the row's slot. over: bool [B], rows that have no more turns.
+        """
+        runner = self.runner
+        runner.free(over)
+        slots = runner.slots_of_rows()
+        here = slots[rows] >= 0
+        self.alive = runner.unfinished_all + self._by_shard(rows[here])
+        if here.any():
+            runner.go_on(rows[here], slots[rows[here]], starts[here])
+        for row in rows[~here][::-1].tolist():
+            self.queues[row // runner.shard_rows].insert(0, row)
+        lives = np.flatnonzero(~over)
+        if not any(self.queues) and np.all(slots[lives] >= 0):
+            self._compact(self._by_shard(lives))
+
+    def _by_shard(self, rows: np.ndarray) -> np.ndarray:
+        """Count rows int [k] on each shard, int [shards]."""
+        return np.bincount(rows // self.runner.shard_rows, minlength=self.buckets.shards)
 
 
 @functools.partial(jax.jit, donate_argnames="all_rows")

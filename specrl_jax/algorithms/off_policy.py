@@ -20,10 +20,10 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Rollout, Source
 
-# (log r, log ℓ, d) → weight of accepted tokens [B, R], see `importance_weights`.
-WeightFunction = Callable[[Array, Array, Array], Array]
-# (log r, log ℓ) → chance that an accepted token is rejected without lenience [B, R].
-ShareFunction = Callable[[Array, Array], Array]
+# (log r, d) → weight of accepted tokens [B, R], see `importance_weights`.
+WeightFunction = Callable[[Array, Array], Array]
+# log r → chance that an accepted token is rejected without lenience [B, R].
+ShareFunction = Callable[[Array], Array]
 
 
 def _accepted_mask(rollout: Rollout) -> Array:
@@ -33,10 +33,7 @@ def _accepted_mask(rollout: Rollout) -> Array:
 
 
 def measure(
-    rollout: Rollout,
-    log_lenience: float,
-    rejected_mass: float,
-    lenient_share: ShareFunction | None,
+    rollout: Rollout, rejected_mass: float, lenient_share: ShareFunction | None
 ) -> dict[str, float]:
     """Return the `reuse/*` metrics of a rollout; none where no token was accepted.
 
@@ -44,7 +41,7 @@ def measure(
     lenient_share: of the acceptance rule in force; without one there is no
         `reuse/lenient_fraction`.
     """
-    measured = _measure(rollout, np.float32(log_lenience), lenient_share)
+    measured = _measure(rollout, lenient_share)
     values, prefix_lens = hosts.fetch((measured, rollout.prefix_lens))
     if not prefix_lens.any():
         return {}
@@ -52,9 +49,7 @@ def measure(
 
 
 @functools.partial(jax.jit, static_argnames="lenient_share")
-def _measure(
-    rollout: Rollout, log_lenience: Array, lenient_share: ShareFunction | None
-) -> dict[str, Array]:
+def _measure(rollout: Rollout, lenient_share: ShareFunction | None) -> dict[str, Array]:
     mask = _accepted_mask(rollout)
     log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
     # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Accepted tokens are distributed as
@@ -71,7 +66,7 @@ def _measure(
         "reuse/kl": masked_mean(divergence, mask),
     }
     if lenient_share is not None:
-        values["reuse/lenient_fraction"] = masked_mean(lenient_share(log_ratio, log_lenience), mask)
+        values["reuse/lenient_fraction"] = masked_mean(lenient_share(log_ratio), mask)
     return values
 
 
@@ -86,7 +81,7 @@ def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> f
 
 @functools.partial(jax.jit, static_argnames="weight")
 def importance_weights(
-    rollout: Rollout, log_lenience: Array, rejected_mass: Array, weight: WeightFunction | None
+    rollout: Rollout, rejected_mass: Array, weight: WeightFunction | None
 ) -> Array:
     """Return weights float32 [B, R] >= 0, which turn means over emitted tokens into means under π.
 
@@ -99,12 +94,11 @@ def importance_weights(
     rollout's mean, and a token that was accepted before counts as sampled from the policy that
     accepted it last. Rows verified in earlier steps have this step's d.
 
-    log_lenience: log ℓ in nats, in [-inf, inf].
     rejected_mass: d.
     weight: Of the acceptance rule in force; None where the rule emits exactly π.
     """
     if weight is None:
         return jnp.ones_like(rollout.sampling_logprobs)
     log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
-    weights = weight(log_ratio, log_lenience, rejected_mass)
+    weights = weight(log_ratio, rejected_mass)
     return jnp.where(_accepted_mask(rollout), weights, 1.0)

@@ -40,8 +40,10 @@ from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
@@ -252,13 +254,13 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> RolloutCase:
     """Return a rollout of one bucket and one width, whose rows all end at one length.
 
-    fields: of `RolloutInputs`.
+    fields: of `Requests`.
     """
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    inputs = RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), **fields)
+    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), **fields)
     return functools.partial(generate, spec, weights, inputs, max_lens=lens)
 
 

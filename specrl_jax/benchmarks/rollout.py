@@ -30,8 +30,9 @@ from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
-from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout
 
@@ -263,7 +264,7 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     # The longest is 8 times the median.
     lens = long_tailed(size.rows, size.response_len, size.response_len / 8)
     weights = random_weights(size.model)
-    inputs = RolloutInputs(random_prompts(size, size.rows), NoiseKey(jax.random.key(0), 1))
+    inputs = Requests(random_prompts(size, size.rows), NoiseKey(jax.random.key(0), 1))
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)

@@ -20,7 +20,9 @@ from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
@@ -40,7 +42,7 @@ class _Case:
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
     def drafts_of(self, written: Rollout) -> dict[str, Any]:
-        """Return the fields of `RolloutInputs` by which earlier responses are drafts."""
+        """Return the fields of `Requests` by which earlier responses are drafts."""
         if not self.drafted:
             return {}
         if not self.spec.draft_source:
@@ -73,7 +75,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
 
     def respond(case: _Case, step: int, written: Rollout) -> TimedRollout:
         noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
-        inputs = RolloutInputs(prompts, noise, **case.drafts_of(written))
+        inputs = Requests(prompts, noise, **case.drafts_of(written))
         return run_case(functools.partial(generate, case.spec, weights, inputs))
 
     cases = list(_cases(run))
@@ -105,7 +107,7 @@ def _write_and_train(
     state = init_state(run, params)
     older = rollout_weights(run.model, state.policy(run.model))
     written = [
-        generate(run.rollout_spec, older, RolloutInputs(prompts, NoiseKey(run.key, step))).rollout
+        generate(run.rollout_spec, older, Requests(prompts, NoiseKey(run.key, step))).rollout
         for step in steps
     ]
     with run.responder.pool:

@@ -25,13 +25,12 @@ from specrl_jax.compile.shapes import (
     RolloutShapes,
     array,
     device_bytes,
-    made_up_prompts,
     on_host,
 )
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_history
-from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_arrays, start_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.engine.feed import feed
@@ -95,11 +94,11 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     """
     spec = shapes.spec
     buckets = shapes.buckets
-    stop = on_host(StopCondition.of(shapes.inputs.shard_sizes))
+    stop = on_host(StopCondition.of())
     most = buckets.sizes[0]
     yield _program(
         f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
-        shapes.batch_rows(most), shapes.inputs, shapes.texts, runs_model=True,
+        shapes.batch_rows(most), shapes.all_rows, shapes.drafts, shapes.texts, runs_model=True,
         kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
     )  # fmt: skip
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
@@ -117,7 +116,8 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
         if spec.turns:
             yield _program(
                 f"{prefix}feed {size}", feed, spec, buckets, shapes.weights, cache, rows,
-                shapes.inputs, shapes.fed, runs_model=True, kept=shapes.weights["stacked"],
+                shapes.all_rows, shapes.drafts, shapes.fed, runs_model=True,
+                kept=shapes.weights["stacked"],
             )  # fmt: skip
             yield _program(f"{prefix}release {size}", release, rows, over)
         if smaller := buckets.size_below(size):
@@ -135,10 +135,8 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     shapes = run.evaluation
     spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
-    made_up = made_up_prompts(spec, shapes.rows)
-    arrays = start_arrays(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
     purpose = int(Purpose.EVALUATE)
-    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(arrays))
+    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, on_host(shapes.starts))
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
         size=shapes.buckets.sizes[0], slots=shapes.buckets.slots,

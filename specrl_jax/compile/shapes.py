@@ -33,20 +33,20 @@ from specrl_jax.models.transformer import (
     param_count,
     rollout_weights,
 )
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
-from specrl_jax.rollout.engine.all_rows import read_rollout, start_all_rows
+from specrl_jax.rollout.engine.all_rows import RowStarts, read_rollout, start_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import PackedTexts, PrefillInputs, pack_texts
+from specrl_jax.rollout.engine.extend import PackedTexts, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import axes, eval_shape, move
 from specrl_jax.training.build import policy_schedule, store_shape, training_spec
-from specrl_jax.training.group_buffer import trained_group_size
-from specrl_jax.training.state import Run, rollout_rows
+from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.slots import collector_of, trained_group_size
+from specrl_jax.training.state import Run
 from specrl_jax.types import Batch, Drafts, Prompts, Rollout
 
 
@@ -105,11 +105,13 @@ class RolloutShapes:
 
     @functools.cached_property
     def all_rows(self) -> Rows:
-        def start(key: jax.Array) -> Rows:
-            made_up = made_up_prompts(self.spec, self.rows)
-            return start_all_rows(self.spec, made_up, NoiseKey(key, 0))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return abstract(lambda key: start_rows(self.spec, 0, key, self.starts), key)
 
-        return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
+    @property
+    def starts(self) -> RowStarts:
+        prompts = made_up_prompts(self.spec, self.rows)
+        return RowStarts.of(self.spec, Requests(prompts, NoiseKey(None, 0)))
 
     def batch_rows(self, size: int) -> Rows:
         return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
@@ -117,12 +119,6 @@ class RolloutShapes:
     def cache(self, rows: int) -> KVCache:
         has_head = self.spec.draft_head is not None
         return abstract(lambda: init_cache(self.spec.model, rows, self.buckets.slots, has_head))
-
-    @functools.cached_property
-    def inputs(self) -> PrefillInputs:
-        number = jax.ShapeDtypeStruct((), np.int32)
-        log_lenience = jax.ShapeDtypeStruct((), np.float32)
-        return PrefillInputs(self.all_rows, self.drafts, log_lenience, ShardSizes(number, number))
 
     @functools.cached_property
     def texts(self) -> PackedTexts:
@@ -163,13 +159,18 @@ class AbstractRun:
         return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
 
     @property
+    def collector(self) -> type[WholeRollout]:
+        return collector_of(self.config)
+
+    @property
     def rows(self) -> int:
-        return rollout_rows(self.config)
+        """Rows of a rollout, without idle ones."""
+        return self.collector.rows_per_rollout(self.config)[0]
 
     @property
     def total_rows(self) -> int:
-        """Rows of a rollout, those of the next step included."""
-        return self.rows * (1 + self.config.rollout.run_ahead)
+        """Rows of a rollout, idle ones included."""
+        return sum(self.collector.rows_per_rollout(self.config))
 
     @functools.cached_property
     def state(self) -> PolicyState:
@@ -217,7 +218,7 @@ class AbstractRun:
     @functools.cached_property
     def picked(self) -> tuple[Stored, Any, Any]:
         """Arguments of `pick_drafts` for the prompts of a step's rollout."""
-        numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
+        numbers = array(np.int32, (self.total_rows // self.spec.group_size,), "batch")
         return self.stored, numbers, numbers
 
     @property
@@ -248,11 +249,9 @@ class AbstractRun:
 
     @functools.cached_property
     def drafts(self) -> Drafts | None:
-        settings = self.config.rollout
-        if not (DRAFT_SOURCES[settings.draft].verifies_previous or settings.run_ahead):
+        if not self.collector.has_drafts(self.config):
             return None
-        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
-        return jax.tree.map(lambda x: x.update(shape=(self.total_rows, *x.shape[1:])), drafts)
+        return abstract(functools.partial(pick_drafts, age=1), *self.picked)
 
     @functools.cached_property
     def draft_state(self) -> Any:
@@ -262,9 +261,7 @@ class AbstractRun:
             return None
         settings = self.config.rollout
         made_up = made_up_prompts(self.spec, self.total_rows)
-        # Stored generations, and what was begun ahead.
-        generations = self.spec.draft_history
-        generations += settings.run_ahead and generations > 0
+        generations = self.collector.generations(self.spec.draft_history)
         shape = (len(made_up.lens), generations, settings.group_size)
 
         def init(tokens: jax.Array, lens: jax.Array) -> Any:

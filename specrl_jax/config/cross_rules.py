@@ -16,7 +16,7 @@ Check = tuple[str, str, bool]
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
-    group_size = load("training.group_buffer:trained_group_size")(config)
+    group_size = load("training.slots:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
     mini = config.updates.mini_batch_size
     yield (
@@ -126,7 +126,7 @@ def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     if meaning(config, "updates.select") is not None:
         where = f"where updates.select is {updates.select}"
-        group_size = load("training.group_buffer:trained_group_size")(config)
+        group_size = load("training.slots:trained_group_size")(config)
         rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
         yield "updates.select", rule, group_size % 4 == 0
         yield "updates.select", f"all {objective}", not pairs

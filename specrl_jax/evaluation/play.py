@@ -5,7 +5,7 @@ import dataclasses
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.reading import Reading
-from specrl_jax.rollout.generate import RolloutInputs
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.sandbox.worker_process import Result
 from specrl_jax.training.responses import Responder
 
@@ -30,7 +30,7 @@ def play(
     prompts = policy.prompts(prompt, answer)
     spec = policy.spec(prompts.tokens.shape[1], 1, policy.config.evaluate.temperature)
     shown = dataclasses.replace(responder, watch=_show)
-    responses = shown.respond(spec, weights, RolloutInputs(prompts, policy.noise(number)))
+    responses = shown.respond(spec, weights, Requests(prompts, policy.noise(number)))
     failure = responses.rewards.reasons[0]
     reward = f"reward {responses.rewards.rewards[0]:.4g}, turns {responses.turns.counts[0]}"
     print(f"{reward}, failed: {failure}" if failure else reward, flush=True)

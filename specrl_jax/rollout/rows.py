@@ -46,6 +46,7 @@ class Rows:
     last: Array  # int32 [b], the token that is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]
+    idle: Array  # bool [b], rows that nobody waits for
     tokens: Array  # int32 [b, C]
     policy_logprobs: Array  # float32 [b, C]
     sampling_logprobs: Array  # float32 [b, C]
@@ -156,6 +157,11 @@ def _pad(rows: Rows, real: Array) -> Rows:
 def where_rows(marked: Array, new: Array, old: Array) -> Array:
     """Return [b, ...]: `new` in the rows that are `marked`, bool [b], elsewhere `old`."""
     return jnp.where(marked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def rows_of(groups: np.ndarray, group_size: int) -> np.ndarray:
+    """Return the rows of groups int [n], int32 [n * G]."""
+    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32)
 
 
 def take(tree, row_ids: np.ndarray, num_rows: int | None = None):

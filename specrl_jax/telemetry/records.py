@@ -252,12 +252,12 @@ class RolloutRecords:
         """
         group_size = len(responses.rollout.lens) // len(prompts.examples)
         lines = []
-        for q in select_prompts([example.base_id for example in prompts.examples], self._share):
+        for q in select_prompts([example.prompt_id for example in prompts.examples], self._share):
             example = prompts.examples[q]
             group = {
                 "step": int(step),
                 "epoch": int(epoch),
-                "prompt_id": example.base_id,
+                "prompt_id": example.prompt_id,
                 "prompt": self._decode(prompts.tokens[q, : prompts.lens[q]].tolist()),
                 "answer": example.answer,
             }

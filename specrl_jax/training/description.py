@@ -9,7 +9,7 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.models import lora
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.training.group_buffer import trained_group_size
+from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.state import Run, RunState
 
 

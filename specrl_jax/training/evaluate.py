@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec
+from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Prompts
 
@@ -28,7 +30,7 @@ def evaluate(
     """
     answered = []
     for prompts, real in batches:
-        responses = responder.respond(spec, weights, RolloutInputs(prompts, noise))
+        responses = responder.respond(spec, weights, Requests(prompts, noise))
         real_prompts = prompts.select(np.arange(real))
         answered.append(dataclasses.replace(responses, prompts=real_prompts))
     return answered

@@ -56,7 +56,6 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
             collected.rollout,
-            np.float32(run.log_lenience),
             np.float32(collected.rejected_mass),
             run.rollout_spec.accept.importance_weight,
         )

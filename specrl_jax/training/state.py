@@ -6,7 +6,6 @@ part (`collect`).
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -24,13 +23,13 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.checkpoint import checksum
 from specrl_jax.process.runtime import machine
-from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
+from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
-from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
@@ -50,20 +49,14 @@ class Run:
     responder: Responder
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # one of `collect.COLLECTORS`
+    collector: type  # `collect.WholeRollout`, or a subclass; `RolloutState` holds the object
     total_steps: int
     key: jax.Array
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
 
     @property
     def trained_group_size(self) -> int:
-        return trained_group_size(self.config)
-
-    @property
-    def log_lenience(self) -> float:
-        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
-        lenience = self.config.rollout.lenience
-        return math.log(lenience) if lenience else -math.inf
+        return self.collector.trained_group_size(self.config)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -181,9 +174,7 @@ class RolloutState:
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # where rollouts choose by measured cost
-    run_ahead: RunAhead | None = None  # begun for the next step
-    resumed: Resumed | None = None  # unfinished groups of partial rollouts
-    groups: GroupBuffer | None = None  # with dynamic sampling or screening
+    collector: Any = None  # `collect.WholeRollout`, or a subclass
 
     def begin_step(self) -> None:
         """Begin the rollouts of the next step."""
@@ -196,25 +187,29 @@ class RolloutState:
         noise_steps = self.kept_noise.noise_steps(prompts, self.step)
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
-    def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
+    def observe(self, responses: Responses, requests: Requests, previous: Drafts) -> Responses:
         """Take in a rollout's responses; return them with the last responses and noise marks.
 
         The responses are the next drafts of their prompts. Their rewards choose the next prompts
         and the samples that keep their noise.
 
-        previous: the last responses of all rows that the rollout was given.
+        previous: the last responses of all rows that were requested.
         """
         rewards = responses.group_rewards
         self.store.put(responses.prompts, responses.rollout, step=self.step)
-        run.collector.observe(self, responses)
-        noise_steps = responses.result.noise_steps
+        self.collector.observe(self, responses)
+        noise_steps = requests.noise.noise_steps[responses.groups]
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
-        return responses.with_previous(previous, on_kept_noise=kept)
+        tokens, lens = hosts.fetch((previous.tokens, previous.lens))
+        rows = responses.row_ids
+        return dataclasses.replace(
+            responses, previous=(tokens[rows], lens[rows]), on_kept_noise=kept.reshape(-1)
+        )
 
     @property
     def prompts_seen(self) -> int:
         """Prompts whose rollout is complete, with repeats."""
-        return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
+        return self.stream.given - self.collector.prompts_waiting
 
 
 @dataclasses.dataclass
@@ -287,9 +282,3 @@ class RunState:
                 owner = self if name in vars(self) else self.rollout
                 setattr(owner, name, part.restore(host[name], arrays.get(name, {})))
         self.rollout.step = self.step + len(self.queue)
-
-
-def rollout_rows(config) -> int:
-    """Rows of a step's rollout."""
-    settings = config.rollout
-    return (settings.prompts_per_step + settings.partial) * settings.group_size

@@ -17,7 +17,8 @@ from specrl_jax import train as loop
 from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.agents.turns import turn_drafts
 from specrl_jax.data.tokenizer import CharacterTokenizer
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.responses import Responder
 from specrl_jax.types import Rollout, Source
@@ -43,7 +44,7 @@ def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **inputs):
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
     responder = Responder(pool, TOKENIZER, **turns)
     noise = NoiseKey(jax.random.key(KEY), step)
-    return responder.respond(spec, weights, RolloutInputs(prompts, noise, **inputs))
+    return responder.respond(spec, weights, Requests(prompts, noise, **inputs))
 
 
 def spec_of(**changes):

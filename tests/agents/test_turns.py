@@ -12,8 +12,8 @@ from rollout_reference import _PLAIN, KEY, check_equal, host, make_spec
 from specrl_jax.agents.turns import EpisodeRollout, turn_drafts
 from specrl_jax.models.draft_head import copy_draft_head, init_draft_head
 from specrl_jax.rollout.engine.runner import Stats
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
-from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.sharding import put
 from specrl_jax.types import PartialRows, Source
@@ -58,7 +58,7 @@ def play(spec, weights, share=0.0, step=1, **inputs):
     """(rollout, draft lengths, stats, turns) of rows that keep their keys."""
     environment = Environment()
     noise = NoiseKey(jax.random.key(KEY), step)
-    rollout = EpisodeRollout(spec, weights, RolloutInputs(PROMPTS, noise, **inputs))
+    rollout = EpisodeRollout(spec, weights, Requests(PROMPTS, noise, **inputs))
     while not environment.over.all():
         answers = environment.answers(*rollout.run(share))
         rollout.go_on(answers, environment.over)
@@ -243,7 +243,7 @@ def play_by_law(spec, weights, strings, step=1, **inputs):
     """Return the rollout and its cost; each turn that ends must be one by the law, and each by the
     law must end."""
     noise = NoiseKey(jax.random.key(KEY), step)
-    rollout = EpisodeRollout(spec, weights, RolloutInputs(PROMPTS, noise, **inputs))
+    rollout = EpisodeRollout(spec, weights, Requests(PROMPTS, noise, **inputs))
     starts = np.zeros(ROWS, int)
     turns = np.zeros(ROWS, int)
     over = np.zeros(ROWS, bool)

@@ -11,8 +11,10 @@ from rollout_reference import as_drafts, check_equal, host, make_prompts, match_
 from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
 
@@ -97,7 +99,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         spec = match_spec(width)
         drafts = as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
-        result = generate(spec, weights, RolloutInputs(prompts, noise, drafts))
+        result = generate(spec, weights, Requests(prompts, noise, drafts))
         assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
         for step in (1, 2, 3):
@@ -130,7 +132,7 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
         noise = NoiseKey(jax.random.key(ref.KEY), 50 + step, noise_steps=np.full((512, G), step))
-        inputs = RolloutInputs(prompts, noise, as_drafts(before))
+        inputs = Requests(prompts, noise, as_drafts(before))
         after = host(generate(spec, new, inputs).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
         check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))

@@ -140,7 +140,7 @@ class DraftStore(StatePart):
 
         Raises ValueError if a prompt occurs twice.
         """
-        names = [e.prompt_id for e in prompts.examples]
+        names = [e.key for e in prompts.examples]
         slots, reassigned = self._take(names)
         newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
         not_kept = [name for name, array in vars(self._arrays).items() if array is None]
@@ -192,7 +192,7 @@ class DraftStore(StatePart):
 
         A prompt that is not stored gets slot 0, and a step after all others: it has no drafts.
         """
-        slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
+        slots = np.asarray([self._slots.get(e.key, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
         return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")

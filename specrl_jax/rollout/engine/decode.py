@@ -13,7 +13,7 @@ differs from the draft token ends the step. So a draft changes no token: it only
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,28 +36,19 @@ from specrl_jax.types import Source, TokenColumns
 _MOST = np.int32(np.iinfo(np.int32).max)
 
 
-class ShardSizes(NamedTuple):
-    """Numbers of the rows that each shard has in a rollout; int32."""
-
-    train_rows: Array  # rows to train on: the first ones
-    rows: Array  # all of them, run-ahead included
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """Limits at which `decode_steps` ends, unless all rows to train on are done before; int32."""
+    """Limits at which `decode_steps` ends, unless all rows but idle ones are done before; int32."""
 
     max_steps: Array
     max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
     refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can begin there
-    max_left: Array  # unfinished rows to train on of all shards together, at most
-    shard_sizes: ShardSizes
+    max_left: Array  # unfinished rows but idle ones, of all shards together, at most
 
     @classmethod
     def of(
         cls,
-        shard_sizes: ShardSizes,
         *,
         max_steps: int = int(_MOST),
         max_unfinished: int = 0,
@@ -74,13 +65,12 @@ class StopCondition:
             np.int32(max_unfinished),
             bounds,
             np.int32(max_left),
-            shard_sizes,
         )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "width"),
+    static_argnames="width",
     donate_argnames=("cache", "rows", "draft_state"),
 )
 def decode_steps(
@@ -106,15 +96,15 @@ def decode_steps(
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
-        train, every = count_unfinished(rows, stop.shard_sizes).T
-        more = (jnp.sum(train) > stop.max_left) & (steps < stop.max_steps)
+        awaited, every = count_unfinished(rows).T
+        more = (jnp.sum(awaited) > stop.max_left) & (steps < stop.max_steps)
         more &= jnp.max(every) > stop.max_unfinished
         return more & jnp.all(every > stop.refill_at)
 
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    return cache, rows, draft_state, steps, counts, count_unfinished(rows, stop.shard_sizes)
+    return cache, rows, draft_state, steps, counts, count_unfinished(rows)
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
@@ -155,11 +145,9 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
 
 
-def count_unfinished(rows: Rows, sizes: ShardSizes) -> Array:
-    """Count unfinished rows, int32 [shards, 2] on every device: those to train on, and all."""
-    # Some padding is marked too, but padding is done.
-    to_train = rows.index % sizes.rows < sizes.train_rows
-    marked = jnp.stack([~rows.done & to_train, ~rows.done])
+def count_unfinished(rows: Rows) -> Array:
+    """Count unfinished rows, int32 [shards, 2] on every device: without idle ones, and all."""
+    marked = jnp.stack([~rows.done & ~rows.idle, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 

@@ -35,7 +35,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes, append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
@@ -139,28 +139,21 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-class PrefillInputs(NamedTuple):
-    """Rows, drafts and lenience of a rollout of B rows, as `extend` and `feed` read them."""
-
-    all_rows: Rows  # [B], with the tokens that they hold
-    # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
-    # has no drafts.
-    drafts: Drafts | None
-    log_lenience: Array  # log ℓ, float32, nats
-    shard_sizes: ShardSizes
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
+@functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
 def extend(
     spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: PrefillInputs,
+    all_rows: Rows,
+    drafts: Drafts | None,
     texts: PackedTexts,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
+
+    all_rows: [B], with the tokens that they hold. drafts: [B], for the acceptance rule to verify; a
+    draft begins with what its row holds. None: the run has no drafts.
 
     Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
     `decode.count_unfinished` returns.
@@ -193,7 +186,7 @@ def extend(
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
             cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
             new_rows, new_counts = begin_rows(
-                spec, buckets.verify_width, model, hidden, inputs, block
+                spec, buckets.verify_width, model, hidden, all_rows, drafts, block
             )
             rows = put_rows(rows, new_rows, block.batch_slots)
             return cache, rows, counts + new_counts
@@ -202,7 +195,7 @@ def extend(
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
-    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
+    return cache, rows, counts, count_unfinished(rows)
 
 
 def _slots_free_first(done: Array, index: Array) -> Array:
@@ -251,7 +244,8 @@ def begin_rows(
     verify_width: int,
     model: Transformer,
     hidden: Array,
-    inputs: PrefillInputs,
+    all_rows: Rows,
+    drafts: Drafts | None,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
@@ -261,8 +255,7 @@ def begin_rows(
 
     Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
-    rows = gather(inputs.all_rows, block.row_ids)
-    drafts = inputs.drafts
+    rows = gather(all_rows, block.row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
@@ -285,7 +278,7 @@ def begin_rows(
         stored = _take_drafts(drafts, block.row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens = _verify(
-            spec, verify_width, rows, stored, draft_len, inputs.log_lenience, policy_after
+            spec, verify_width, rows, stored, draft_len, policy_after
         )
     weigh = None if residual is None else residual.weigh
     new = policy_after(accepted, 1).sample(weigh)
@@ -323,7 +316,6 @@ def _verify(
     rows: Rows,
     stored: TokenColumns,
     draft_len: Array,
-    log_lenience: Array,
     policy_after: Callable[[Array, int], TokenDistributions | FusedDistributions],
 ) -> tuple[Array, Residual | None, TokenColumns]:
     """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
@@ -342,7 +334,7 @@ def _verify(
         )
         noise = uniforms(rows.accept_seeds, reshard(positions, "batch", None))
         lens = jnp.clip(draft_len - first, 0, count)
-        return DraftTokens(lens, jax.tree.map(cut, stored), noise, log_lenience)
+        return DraftTokens(lens, jax.tree.map(cut, stored), noise)
 
     def look(first: Array) -> tuple:
         return spec.accept.look(draft_at(first, verify_width), policy_after(first, verify_width))

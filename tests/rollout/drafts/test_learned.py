@@ -12,8 +12,7 @@ from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, mat
 from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.engine.all_rows import start_all_rows
-from specrl_jax.rollout.generate import NoiseKey
-from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
+from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
 MODEL = ref.ONE_LAYER

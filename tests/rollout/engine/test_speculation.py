@@ -17,7 +17,9 @@ from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import TIMED_STEPS, Speculation, StepPlan
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
+from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.types import Source
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
@@ -269,7 +271,7 @@ def timed(mesh):
     )  # fmt: skip
     prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]] * 4, 3)
     drafts = ref.plain_drafts(np.full((32, 4), 5), np.full(32, 4))
-    return spec, RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), drafts)
+    return spec, Requests(prompts, NoiseKey(jax.random.key(0), 1), drafts)
 
 
 def test_seconds_by_hand(timed, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import rollout_reference as ref
 from rollout_reference import check_equal, host, make_spec
 
-from specrl_jax.rollout.carry_over import RunAhead
+from specrl_jax.rollout.drafts.edit import RunAhead
 from specrl_jax.types import Source
 
 EVERY = ref.random_prompts(16)

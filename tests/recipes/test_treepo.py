@@ -12,10 +12,11 @@ from rollout_reference import check_equal, host, make_prompts, make_spec
 from small_runs import assert_same_run, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.recipes.treepo import generate_forked, plan_forks
 from specrl_jax.rollout.engine import runner
 from specrl_jax.rollout.engine.spec import Forks
-from specrl_jax.rollout.forks import generate_forked, plan_forks
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.types import PartialRows, Source
 
 Q, G, R, SEGMENT = 8, 6, 12, 3
@@ -26,7 +27,7 @@ FORKS = Forks(SEGMENT, roots=2, branches=2)
 
 def grow(spec, weights, step=1, prompts=PROMPTS, **inputs):
     noise = NoiseKey(jax.random.key(ref.KEY), step)
-    return generate_forked(spec, weights, RolloutInputs(prompts, noise, **inputs))
+    return generate_forked(spec, weights, Requests(prompts, noise, **inputs))
 
 
 def copied_lens(rollout) -> np.ndarray:

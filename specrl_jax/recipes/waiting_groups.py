@@ -1,8 +1,8 @@
 """Groups of responses that wait: for the rest of their group, or for a batch to be full.
 
-Takes prompt ids and rewards; says which prompts to roll out next and which groups to train on. A
-response is named by its row id (rollout, row). `pick_rows` returns the row ids of groups, and
-`rows.assemble` gathers the rows.
+`GroupBuffer` takes prompt ids and rewards; it says which prompts to roll out next and which groups
+to train on. A response is named by its row id (rollout, row). `pick_rows` returns the row ids of
+groups, and `rows.assemble` gathers the rows.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
 whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and
@@ -14,10 +14,19 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.data.curriculum import CURRICULA
-from specrl_jax.types import Rollout, StatePart
+from specrl_jax import hosts
+from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.rollout.drafts.sources import DraftHistory
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.rows import assemble
+from specrl_jax.training.collect import TrainBatch, WholeRollout
+from specrl_jax.training.responses import Responses
+from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.types import Prompts, Rollout, StatePart
 
 KEPT = 0  # rollout number of rows kept from earlier steps; this step's rollouts are 1, 2, ...
 
@@ -45,19 +54,94 @@ class Group:
         return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
+class WaitingGroups(WholeRollout):
+    """Rollouts until groups that teach fill the batch; those beyond it wait."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self.groups = GroupBuffer(run.config, len(run.prompts.lens))
+        stored = run.rollout_spec.stored_logprobs
+        slots = run.config.rollout.response_len
+        self.groups.kept_rows = Rollout.empty(self.groups.max_waiting_rows, slots, stored)
+
+    @staticmethod
+    def is_asked_for(config) -> bool:
+        screens = part_size(config) < config.rollout.group_size
+        return config.algorithm.dynamic_sampling or screens
+
+    @classmethod
+    def rollout_group_size(cls, config) -> int:
+        return part_size(config)
+
+    @classmethod
+    def trained_group_size(cls, config) -> int:
+        group_size = config.rollout.group_size
+        part = part_size(config)
+        keeps_all = part >= group_size or config.curriculum.reuse_screening
+        return group_size if keeps_all else group_size - part
+
+    def wants_rollout(self, done: Sequence[Responses]) -> bool:
+        return self.groups.wants_rollout()
+
+    def choose_prompts(self, state: RolloutState) -> Requests:
+        """Return new prompts, and then the further parts of the groups that are to be finished."""
+        groups = self.groups
+        prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
+        if groups.to_finish:
+            to_finish = state.stream.find(groups.to_finish)
+            parts = (part_of(to_finish, first) for first in groups.first_samples)
+            prompts = Prompts.concatenate(prompts, *parts)
+        return Requests(prompts, state.noise_key(prompts))
+
+    def history(self, state: RolloutState, prompts: Prompts) -> DraftHistory:
+        """Return the earlier responses of whole groups, whose parts are stored one by one."""
+        groups = self.groups
+        whole = state.stream.find([example.prompt_id for example in prompts.examples])
+        parts = [part_of(whole, first) for first in (0, *groups.first_samples)]
+        stored = [super(WaitingGroups, self).history(state, part) for part in parts]
+        tokens = jnp.concatenate([tokens for tokens, _ in stored], axis=2)
+        return tokens, jnp.concatenate([lens for _, lens in stored], axis=2)
+
+    def observe(self, state: RolloutState, responses: Responses) -> None:
+        super().observe(state, responses)
+        ids = [example.prompt_id for example in responses.prompts.examples]
+        ended = responses.ended[: responses.num_rows].reshape(-1, responses.group_size)
+        self.groups.add(ids, responses.group_rewards, ended)
+
+    def batch(self, state: RolloutState, done: Sequence[Responses]) -> TrainBatch:
+        """Return the groups that the buffer gives; the rows of the others wait in it."""
+        filler = done[0].prompts.examples[0].prompt_id
+        groups, metrics = self.groups.take_batch(filler)
+        row_ids, rewards, ended = pick_rows(groups, self.run.trained_group_size)
+        sources = [self.groups.kept_rows, *(x.rollout for x in done)]
+        rollout = assemble(sources, row_ids)
+        lens = hosts.fetch(rollout.lens)
+        stale = int(lens[row_ids[:, 0] == KEPT].sum())
+        metrics["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
+        self.groups.kept_rows = assemble(sources, self.groups.keep())
+        prompts = state.stream.find([group.prompt_id for group in groups])
+        metrics |= Stats.total([x.stats for x in done]).metrics()
+        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch, ended=ended)
+
+    def arrays(self) -> Rollout | None:
+        return self.groups.arrays()
+
+    def host(self) -> dict[str, list]:
+        return self.groups.host()
+
+    def restore(self, host, arrays: Rollout | None) -> "WaitingGroups":
+        self.groups.restore(host, arrays)
+        return self
+
+
+COLLECTOR = WaitingGroups
+
+
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
     screens = CURRICULA[settings.name].screens
     return settings.screening if screens else config.rollout.group_size
-
-
-def trained_group_size(config) -> int:
-    """Return how many responses of a group are trained on: all, or all but the screening ones."""
-    group_size = config.rollout.group_size
-    part = part_size(config)
-    keeps_all = part >= group_size or config.curriculum.reuse_screening
-    return group_size if keeps_all else group_size - part
 
 
 class GroupBuffer(StatePart):
@@ -82,7 +166,7 @@ class GroupBuffer(StatePart):
     @property
     def max_waiting_rows(self) -> int:
         """Most rows that wait between two steps: a batch, and with screening two rollouts."""
-        ready = self.groups_per_batch * trained_group_size(self.config)
+        ready = self.groups_per_batch * WaitingGroups.trained_group_size(self.config)
         return ready + 2 * self.num_rows * self.screens
 
     def begin_step(self) -> None:
@@ -154,7 +238,7 @@ class GroupBuffer(StatePart):
         return worth
 
     def _finish(self, group: Group) -> None:
-        first = self.group_size - trained_group_size(self.config)
+        first = self.group_size - WaitingGroups.trained_group_size(self.config)
         group = group.without_first(first)
         has_signal = min(group.rewards) < max(group.rewards)
         learns = has_signal or not self.config.algorithm.dynamic_sampling

@@ -10,7 +10,7 @@ from rollout_reference import check_equal, host, make_spec
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.carry_over import Resumed
+from specrl_jax.rollout.drafts.edit import Resumed
 from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Prompts, Source
 

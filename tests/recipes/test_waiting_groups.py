@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from small_runs import small_config
 
-from specrl_jax.training.group_buffer import KEPT, Group, GroupBuffer, pick_rows, trained_group_size
+from specrl_jax.recipes.waiting_groups import (
+    KEPT,
+    Group,
+    GroupBuffer,
+    pick_rows,
+    trained_group_size,
+)
 
 Q, G, N = 4, 8, 2
 DAPO = {"algorithm.dynamic_sampling": True}

@@ -24,53 +24,69 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.carry_over import turn_drafts
+from specrl_jax.rollout.drafts.edit import turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, generate
+from specrl_jax.rollout.generate import RolloutResult, generate
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import where_rows
 from specrl_jax.sharding import put, reshard, take_rows
-from specrl_jax.types import PartialRows, Rollout, Source
+from specrl_jax.types import Rollout, Source
 
 
-def generate_forked(
-    spec: RolloutSpec,
-    weights: Params,
-    inputs: RolloutInputs,
-    *,
-    speculation: Speculation | None = None,
-) -> RolloutResult:
-    """Roll out G responses to each of Q prompts that fork as `spec.forks` says.
+@dataclasses.dataclass(frozen=True)
+class Forks:
+    """Rolls out groups that grow from few rows."""
 
-    Arguments: see `generate`. `inputs` has no next prompts, resumed groups or partial rows.
-    """
-    groups = _Groups(spec, inputs)
-    stats = []
-    while True:
-        limits = groups.limits
-        result = generate(
-            spec,
-            weights,
-            groups.inputs_up_to(limits),
-            max_lens=limits,
-            speculation=speculation,
-        )
-        stats.append(result.stats)
-        if not groups.waiting.any():
-            return dataclasses.replace(result, stats=Stats.total(stats))
-        groups.fork(result)
+    segment: int  # tokens between two boundaries, at which rows fork
+    roots: int  # rows that begin at the prompt
+    branches: int  # continuations of a row at a boundary
+
+    @staticmethod
+    def is_asked_for(config) -> bool:
+        return config.rollout.fork.segment > 0
+
+    @classmethod
+    def from_config(cls, config) -> "Forks":
+        return cls(**config.rollout.fork)
+
+    def __call__(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        requests: Requests,
+        speculation: Speculation | None = None,
+    ) -> RolloutResult:
+        """Roll out G responses to each of Q prompts. Arguments: see `generate`.
+
+        Rows of the requests hold nothing, and are neither done nor idle.
+        """
+        groups = _Groups(self, spec, requests)
+        stats = []
+        while True:
+            result = generate(spec, weights, groups.requests_up_to(groups.limits), speculation)
+            stats.append(result.stats)
+            draft_lens = groups.draft_lens + result.draft_lens
+            if not groups.waiting.any():
+                total = Stats.total(stats)
+                return dataclasses.replace(result, draft_lens=draft_lens, stats=total)
+            groups.fork(result.rollout, draft_lens)
+
+
+ROLL_OUT = Forks
 
 
 class _Groups:
     """Groups in progress; arrays are [Q, G], but for those of rows."""
 
-    def __init__(self, spec: RolloutSpec, inputs: RolloutInputs):
-        shape = (len(inputs.prompts.lens), spec.group_size)
+    def __init__(self, forks: Forks, spec: RolloutSpec, requests: Requests):
+        shape = (len(requests.prompts.lens), spec.group_size)
+        self.forks = forks
         self.spec = spec
-        self.inputs = inputs
-        self.key_words = hosts.fetch(jax.random.key_data(inputs.noise.key)).tolist()
-        self.waiting = np.broadcast_to(np.arange(shape[1]) >= spec.forks.roots, shape)
+        self.requests = requests
+        self.key_words = hosts.fetch(jax.random.key_data(requests.noise.key)).tolist()
+        self.waiting = np.broadcast_to(np.arange(shape[1]) >= forks.roots, shape)
         self.done = self.waiting  # rows that get no more tokens now
         self.lens = np.zeros(shape, np.int32)
         self.draft_lens = np.zeros(self.lens.size, np.int32)
@@ -82,27 +98,32 @@ class _Groups:
         slots = self.spec.response_slots
         stop = slots
         if self.waiting.any():
-            stop = np.minimum(self.lens + self.spec.forks.segment, slots)
+            stop = np.minimum(self.lens + self.forks.segment, slots)
         return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
 
-    def inputs_up_to(self, limits: np.ndarray) -> RolloutInputs:
-        """Return the inputs with what the rows hold, and their drafts up to the limits [B]."""
-        done = put(self.done.reshape(-1), "batch")
-        partial_rows = PartialRows(self.rollout, done, put(self.draft_lens, "batch"))
-        drafts = self.inputs.drafts
+    def requests_up_to(self, limits: np.ndarray) -> Requests:
+        """Return the requests with what the rows hold, and their drafts up to the limits [B]."""
+        done = self.done.reshape(-1)
+        drafts = self.requests.drafts
         if drafts is not None:
-            drafts = turn_drafts(drafts, self.rollout, done, self.spec.eos_ids, self.spec.stop)
+            done_rows = put(done, "batch")
+            drafts = turn_drafts(drafts, self.rollout, done_rows, self.spec.eos_ids, self.spec.stop)
             lens = jnp.minimum(drafts.lens, put(limits, "batch"))
             drafts = dataclasses.replace(drafts, lens=lens)
-        return dataclasses.replace(self.inputs, drafts=drafts, partial_rows=partial_rows)
+        return dataclasses.replace(
+            self.requests, drafts=drafts, held=self.rollout, done=done, max_lens=limits
+        )
 
-    def fork(self, result: RolloutResult) -> None:
-        """Let waiting rows begin with what others hold after `result`."""
+    def fork(self, rollout: Rollout, draft_lens: np.ndarray) -> None:
+        """Let waiting rows begin with what others hold now.
+
+        draft_lens: int32 [B], draft tokens that rows were given so far.
+        """
         groups, size = self.lens.shape
-        tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+        tokens, lens = hosts.fetch((rollout.tokens, rollout.lens))
         ended = (lens == self.spec.response_slots) | self.spec.ended(tokens, lens)
         ended = ended.reshape(groups, size)
-        parents = plan_forks(self.waiting, ended, self.spec.forks.branches)
+        parents = plan_forks(self.waiting, ended, self.forks.branches)
         forked = parents != np.arange(size)
         self.lens = np.take_along_axis(lens.reshape(groups, size), parents, axis=1)
         for group, row in np.argwhere(forked & np.take_along_axis(ended, parents, axis=1)).tolist():
@@ -110,16 +131,14 @@ class _Groups:
         self.waiting = self.waiting & ~forked
         self.done = (ended | self.waiting) & ~forked
         rows = np.arange(groups)[:, None] * size + parents
-        self.rollout = fork_rows(
-            result.rollout, rows.reshape(-1).astype(np.int32), self.lens.reshape(-1)
-        )
-        self.draft_lens = np.where(forked.reshape(-1), 0, result.draft_lens).astype(np.int32)
+        self.rollout = fork_rows(rollout, rows.reshape(-1).astype(np.int32), self.lens.reshape(-1))
+        self.draft_lens = np.where(forked.reshape(-1), 0, draft_lens).astype(np.int32)
 
     def _boundary(self, group: int, row: int) -> int:
         """Draw a boundary before the last token of the ended row that `row` forks from."""
-        step = self.inputs.noise.steps_of(*self.lens.shape)[group, row]
-        segment = self.spec.forks.segment
-        ids = self.inputs.prompts.ids[group].tolist()
+        step = self.requests.noise.steps_of(*self.lens.shape)[group, row]
+        segment = self.forks.segment
+        ids = self.requests.prompts.ids[group].tolist()
         rng = np.random.default_rng([*self.key_words, int(step), *ids, row])
         return int(rng.integers(-(-self.lens[group, row] // segment))) * segment
 
