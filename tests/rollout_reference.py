@@ -19,9 +19,10 @@ from scipy import special, stats
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Ratio
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
+from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
@@ -121,7 +122,7 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
               eos=(1, 2, 3, 4), row_buckets=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     return RolloutSpec(
-        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, prompt_slots, slots, group,
+        model, sampling, ACCEPTANCE_RULES[accept].of(1.0), eos, 0, prompt_slots, slots, group,
         draft_source=tree, stored_logprobs=stored_logprobs, row_buckets=row_buckets,
         max_rows=max_rows, **kwargs,
     )  # fmt: skip
@@ -144,13 +145,26 @@ def match_spec(width=1, **kwargs) -> RolloutSpec:
 
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
-    log_lenience=0.0, history=None, max_lens=None, speculation=None, **others,
+    log_lenience=0.0, history=None, speculation=None, **others,
 ):  # fmt: skip
-    """`generate` with all of its inputs by name."""
+    """`generate` with all of its requests by name."""
     key = jax.random.key(KEY) if key is None else key
     noise = NoiseKey(key, step, purpose)
-    inputs = Requests(prompts, noise, drafts, log_lenience, history, **others)
-    return generate(spec, weights, inputs, max_lens=max_lens, speculation=speculation)
+    requests = Requests(prompts, noise, drafts, history, **others)
+    return generate(with_lenience(spec, log_lenience), weights, requests, speculation)
+
+
+def with_lenience(spec, log_lenience):
+    """The spec whose rule has this lenience, where it has any."""
+    if not isinstance(spec.accept, Ratio):
+        return spec
+    return dataclasses.replace(spec, accept=Ratio(np.float32(log_lenience)))
+
+
+def start(spec, prompts, noise, **requested):
+    """All rows of a rollout, before any has begun."""
+    starts = RowStarts.of(spec, Requests(prompts, noise, **requested))
+    return start_rows(spec, int(noise.purpose), noise.key, starts)
 
 
 def run(spec, weights, prompts, step=0, **options):

@@ -11,7 +11,7 @@ from small_runs import ROOT, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, RandomCut, Ratio
 from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
@@ -51,12 +51,11 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     chance = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
     accepted_mass = old * chance
     mass = 1 - accepted_mass.sum()
-    weight = ACCEPTANCE_RULES[rule].importance_weight
+    weight = ACCEPTANCE_RULES[rule].of(math.exp(log_lenience)).importance_weight
 
     def weights(accepted: bool):
         rollout = one_token_rollout(new, old, accepted)
-        lenience = np.float32(log_lenience)
-        return off_policy.importance_weights(rollout, lenience, np.float32(mass), weight)[:, 0]
+        return off_policy.importance_weights(rollout, np.float32(mass), weight)[:, 0]
 
     first = weights(True)
     last = weights(False)
@@ -71,9 +70,8 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
 def test_exact_rules_have_weight_1(mesh, rule):
     weights = off_policy.importance_weights(
         one_token_rollout(*distributions(), accepted=True),
-        np.float32(0.5),
         np.float32(0.2),
-        ACCEPTANCE_RULES[rule].importance_weight,
+        ACCEPTANCE_RULES[rule].of(2.0).importance_weight,
     )
     np.testing.assert_array_equal(weights, 1)
 
@@ -86,8 +84,8 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     drafts = rng.choice(VOCAB, rows, p=old)
     noise = rng.random(rows).astype(np.float32)
     score = [np.log(x)[drafts].astype(np.float32)[:, None] for x in (new, old)]
-    threshold = ACCEPTANCE_RULES["ratio"].accept_threshold
-    least = threshold(noise[:, None], score[1], np.float32(log_lenience))
+    rule = Ratio(np.float32(log_lenience))
+    least = rule.accept_threshold(noise[:, None], score[1])
     accepted = (score[0] >= np.asarray(least))[:, 0]
     empty = Rollout.empty(rows, 1, 0)
     rollout = dataclasses.replace(
@@ -99,8 +97,7 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
     mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
-    share = ACCEPTANCE_RULES["ratio"].lenient_share
-    measured = off_policy.measure(rollout, log_lenience, mass, share)
+    measured = off_policy.measure(rollout, mass, rule.lenient_share)
     ratio = new / old
     accepted_mass = old * np.minimum(1, np.exp(log_lenience) * ratio)
     strict = old * np.minimum(1, ratio)
@@ -126,7 +123,7 @@ def squared():
     code = re.search(r"^# squared\.py\n.*?(?=^```)", EXTENDING, re.MULTILINE | re.DOTALL)[0]
     names = {"__name__": "squared"}
     exec(code, names)
-    return names["Squared"]()
+    return names["Squared"](np.float32(math.log(1.5)))
 
 
 def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
@@ -136,17 +133,17 @@ def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
     rollout = one_token_rollout(old / 2, old, accepted=True)
 
     def share(rule):
-        measured = off_policy.measure(rollout, math.log(1.5), 0.0, rule.lenient_share)
+        measured = off_policy.measure(rollout, 0.0, rule.lenient_share)
         return measured.get("reuse/lenient_fraction")
 
-    assert share(ACCEPTANCE_RULES["ratio"]) == pytest.approx(1 / 3)
+    assert share(Ratio(np.float32(math.log(1.5)))) == pytest.approx(1 / 3)
     assert share(squared()) == pytest.approx(5 / 9)
-    assert share(ACCEPTANCE_RULES["random"]) is None
+    assert share(RandomCut()) is None
 
 
 def test_nothing_accepted_has_no_measure(mesh):
     sampled = one_token_rollout(*distributions(), accepted=False)
-    assert off_policy.measure(sampled, 0.5, 0.0, None) == {}
+    assert off_policy.measure(sampled, 0.0, None) == {}
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 

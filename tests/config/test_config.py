@@ -259,7 +259,7 @@ def test_a_lossy_rule_without_a_weight_is_refused_with_importance_cap(monkeypatc
     class Lossy(acceptance.AcceptanceRule):
         pass
 
-    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy())
+    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy)
     validate(small_runs.small_config({"rollout.accept": "lossy"}))
     line = _line({"rollout.accept": "lossy", "algorithm.importance_cap": 2.0})
     assert line.startswith("algorithm.importance_cap must be 0 ")

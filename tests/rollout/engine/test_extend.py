@@ -15,10 +15,8 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import PrefillInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import extend, pack_texts
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -156,7 +154,8 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(spec, PROMPTS, noise, max_lens))
+    idle = every % (B // shards("batch")) >= B // shards("batch") // 2
+    rows = ref.host(ref.start(spec, PROMPTS, noise, max_lens=max_lens, idle=idle))
     inside = np.arange(rows.tokens.shape[1]) < begun[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(
@@ -377,15 +376,10 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        inputs = PrefillInputs(
-            ref.put_rows(case.rows),
-            ref.put_rows(case.drafts),
-            np.float32(LOG_LENIENCE),
-            ShardSizes(B // pieces // 2, B // pieces),
-        )
         cache, rows, got, left = extend(
-            case.spec, case.buckets, weights, before, ref.put_rows(batch), inputs,
-            texts,
+            ref.with_lenience(case.spec, LOG_LENIENCE), case.buckets, weights, before,
+            ref.put_rows(batch),
+            ref.put_rows(case.rows), ref.put_rows(case.drafts), texts,
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
@@ -404,6 +398,5 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         assert (mine[~begun] == 7).all()
         filled = inside[order[begun]]
         np.testing.assert_allclose(mine[begun][filled], theirs[order[begun]][filled], atol=1e-5)
-    trained = rows.index % (B // pieces) < B // pieces // 2
-    unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
+    unfinished = np.stack([~rows.done & ~rows.idle, ~rows.done]).reshape(2, pieces, -1)
     np.testing.assert_array_equal(left, unfinished.sum(axis=2).T)

@@ -9,7 +9,7 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout.engine.all_rows import empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.rows import (
     PADDING,
     Rows,
@@ -75,11 +75,11 @@ def test_rows_begin_with_prompts_only(mesh):
     prompts = ref.make_prompts([[5, 6, 9], [8]], 3)
     max_lens = np.array([4, 2, 3, 1], np.int32)
     noise = NoiseKey(jax.random.key(0), 0, noise_steps=np.array([[3, 3], [4, 5]]))
-    rows = ref.host(start_all_rows(spec, prompts, noise, max_lens))
+    rows = ref.host(ref.start(spec, prompts, noise, max_lens=max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
     np.testing.assert_array_equal(rows.max_lens, max_lens)
-    whole = ref.host(start_all_rows(spec, prompts, noise))
+    whole = ref.host(ref.start(spec, prompts, noise))
     np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
     np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))

@@ -10,7 +10,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
 from scheduler_cases import MAX_LENS, PROMPTS, B, R, make_spec, run_rollout
 
-from specrl_jax.rollout.engine.runner import Requests, Runner
+from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.types import Source
 
@@ -135,40 +135,37 @@ def test_groups_of_long_drafts_begin_first(mesh, seen, rollouts):
     assert groups == [3, 7, 4, 1, 5, 2, 0, 6]
 
 
-def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, rollouts):
+def test_idle_rows_begin_last_and_end_with_the_others(mesh, seen, rollouts):
     """They take idle slots alone, and the batch does not shrink while one of them waits."""
-    first = PROMPTS.select(range(4))
-    late = PROMPTS.select(range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     spec = make_spec(max_rows=12, row_buckets=2)
-    result = ref.rollout(spec, weights, first, step=1, next_prompts=late)
+    result = ref.rollout(spec, weights, PROMPTS, step=1, idle=np.arange(32) >= 16)
     assert seen.begun[:16] == list(range(16))
     assert seen.begun[16:] == list(range(16, len(seen.begun)))
-    assert set(result.rollout.lens.tolist()) == {R}
-    check_equal(result.rollout, rollouts.endless, slice(0, 16))
-    drafts = ref.host(result.run_ahead.drafts)
-    assert 0 < drafts.lens.sum() < 16 * R
+    lens = np.asarray(result.rollout.lens)
+    assert set(lens[:16]) == {R}
+    first = jax.tree.map(lambda x: x[:16], ref.host(result.rollout))
+    check_equal(first, rollouts.endless, slice(0, 16))
+    assert 0 < lens[16:].sum() < 16 * R
 
 
 # Shards
 
 
-def test_who_waits_by_hand(make_mesh):
-    """4 groups of 2 rows on 2 shards; the last group of each is of the next step. Rows that hold
+def test_who_waits_by_hand():
+    """4 groups of 2 rows on 2 shards; the last group of each is idle. Rows that hold
     tokens come first, those that are done do not wait."""
-    none = np.zeros(8, np.int32)
-    begun = none.copy()
+    begun = np.zeros(8, np.int32)
     begun[[1, 5]] = 3
-    done = none > 0
-    done[4] = True
-    with jax.set_mesh(make_mesh(2, 1, 1)):
-        requests = Requests(
-            PROMPTS.select(range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
-        )
-        runner = types.SimpleNamespace(requests=requests, buckets=None)
-        scheduler = Scheduler(runner)
-    assert scheduler.train_queues == [[1, 0], [5]]
-    assert scheduler.run_ahead_queues == [[2, 3], [6, 7]]
+    done = np.arange(8) == 4
+    runner = types.SimpleNamespace(
+        spec=types.SimpleNamespace(group_size=2), requests=types.SimpleNamespace(first=None),
+        buckets=types.SimpleNamespace(shards=2), shard_rows=4, lens=begun,
+        draft_ends=np.zeros(8, np.int32), finished=done, idle=np.arange(8) % 4 >= 2,
+    )  # fmt: skip
+    scheduler = Scheduler(runner)
+    assert scheduler.queues == [[1, 0], [5]]
+    assert scheduler.idle_queues == [[2, 3], [6, 7]]
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
