@@ -12,10 +12,12 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.episodes import Episodes, Turns, problems_of
 from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.pool import RewardPool, Rewards
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -23,8 +25,6 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.forks import generate_forked
 from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.sandbox.worker_process import Result
-from specrl_jax.sandbox.workers import RewardPool, Rewards
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
 
@@ -102,7 +102,7 @@ class Responder:
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
     # Is told of what is said in an episode, by its row: turns as they end, and answers.
-    watch: Callable[[int, Reading | Result], None] | None = None
+    watch: Callable[[int, Reading | StepResult], None] | None = None
 
     def respond(
         self,

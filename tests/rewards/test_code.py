@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_workers import score
 
-from specrl_jax.sandbox.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 
 LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
 
@@ -306,7 +306,7 @@ TRICKS = [
     'import json\njson.loads = json.dumps = lambda *a, **k: \'["", "", true, []]\'\nadd = max',
     "from specrl_jax.rewards import code\ncode.score_code = lambda *a: 1.0\n"
     "from specrl_jax.sandbox import worker_process as w\n"
-    'w.Result.to_line = lambda self: b\'[1.0, true, "", "", "user"]\\n\'\nadd = max',
+    "w.Result.to_line = lambda self: b'[1.0, \"\"]\\n'\nadd = max",
     "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\nadd = max",
     "def test_add(): pass\ndef check(f): pass\nadd = test_add",
     "__name__ = 'the tests'\nassert True",

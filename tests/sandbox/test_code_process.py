@@ -7,7 +7,7 @@ import pytest
 from test_code import ANY, LIMITS, REPORT, RIGHT
 from test_workers import score
 
-from specrl_jax.sandbox.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 import weak_worker
 from test_workers import descendants, score
 
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import containment, linux, worker_process, workers
-from specrl_jax.sandbox.workers import RewardPool
 
 WEAK = 100  # answers, as many others among them, where the system has no namespaces
 SEED = 28

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line
 
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import workers as pool_module
-from specrl_jax.sandbox.workers import RewardPool
+from specrl_jax.sandbox.worker_process import Settings
 
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
 
@@ -67,6 +68,16 @@ def wait_for(condition, seconds=60.0):
         time.sleep(0.02)
 
 
+def test_a_function_that_is_no_scorer_is_called_by_its_name():
+    """The worker knows nothing of rewards, and gives the values that the function checks."""
+    settings = Settings("repeats:prepare", ("ab",), 30.0, 256, contained=True)
+    with pool_module.CallPool(settings, 2, executes="", field="") as pool:
+        results = pool.call([(0,), (2,), (-1,), ("x",), (3,)])
+    assert [x.value for x in results] == [["", []], ["abab", []], None, None, ["ababab", []]]
+    no_report = "the scorer's process sent no valid report"
+    assert [x.failure for x in results] == ["", "", no_report, "ValueError: no count", ""]
+
+
 HOSTILE = {
     "hang": "no result within 8 s",
     "hang in C": "no result within 8 s",
@@ -102,7 +113,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
 def test_what_an_answer_says_is_one_printable_line(capfd):
     """An answer may raise, forge a report or print: no line of the console is its own."""
     fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
-    forged = json.dumps([0, True, "", fake, "user"])
+    forged = json.dumps([None, fake])
     write = (
         f"import os\nfor fd in range(3, 30):\n try: os.write(fd, {forged!r}.encode() + b'\\n')\n"
     )
@@ -197,7 +208,7 @@ def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, 
     main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it
-        from specrl_jax.sandbox.workers import RewardPool
+        from specrl_jax.rewards.pool import RewardPool
         limits = {"timeout": 600, "memory_mib": 4096, "workers": 2}
         with RewardPool("user_scorers:hang", **limits) as pool:
             pool.score(["a", "b"], [""] * 2, [""] * 2, [{}] * 2)
