@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_runs import ROOT, line_of, small_config
 from test_code import LIMITS
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.data.prompts import examples_of
 from specrl_jax.data.readers import Row

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from test_code import ANY, LIMITS, REPORT, RIGHT
-from test_workers import score
+from code_answers import ANY, LIMITS, REPORT, RIGHT
+from worker_pools import score
 
 from specrl_jax.rewards.pool import RewardPool
 

@@ -14,7 +14,7 @@ import hostile_answers
 import numpy as np
 import pytest
 import weak_worker
-from test_workers import descendants, score
+from worker_pools import descendants, score
 
 from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import containment, linux, worker_process, workers

@@ -10,7 +10,7 @@ import filter_worker
 import pytest
 import weak_environment_worker
 import weak_worker
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.agents import environment_process
 from specrl_jax.agents.environment_pool import EnvironmentPool

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.rewards.pool import RewardPool

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from small_runs import line_of, one_line
+from worker_pools import alive, descendants, read, score, wait_for
 
 from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import workers as pool_module
@@ -24,48 +24,12 @@ from specrl_jax.sandbox.worker_process import Settings
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
 
 
-def score(pool, responses, answers=None, tasks=None, metadatas=None):
-    n = len(responses)
-    return pool.score(responses, answers or [""] * n, tasks or [""] * n, metadatas or [{}] * n)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = read(f"/proc/{pid}/stat")
-    return stat is not None and stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def descendants(pid):
-    """Numbers of all processes below `pid` that live."""
-    lists = map(read, glob.glob(f"/proc/{pid}/task/*/children"))
-    children = [int(n) for n in " ".join(filter(None, lists)).split()]
-    return {n for n in children if alive(n)}.union(*map(descendants, children))
-
-
-def read(path):
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return None
-
-
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
     """What holds the workers' scratch directories."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     return tmp_path / "scratch"
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_function_that_is_no_scorer_is_called_by_its_name():
