@@ -4,6 +4,7 @@ from specrl_jax.agents import environment_process
 from specrl_jax.sandbox import linux
 
 load = environment_process.load
+prepare = environment_process.prepare
 
 
 def serve(*arguments):

@@ -21,10 +21,12 @@ import numpy as np
 
 from specrl_jax.agents import environment_process
 from specrl_jax.agents.environment_process import MAX_TRIES, Request, StepReport
+from specrl_jax.agents.environment_protocol import StepResult
+from specrl_jax.rewards.pool import apply_threshold
 from specrl_jax.sandbox.readable import parse_readable
 from specrl_jax.sandbox.time_limit import longest
-from specrl_jax.sandbox.worker_process import Result, Settings
-from specrl_jax.sandbox.workers import GRACE_S, Worker, WorkerPool, apply_threshold, num_workers
+from specrl_jax.sandbox.worker_process import Settings
+from specrl_jax.sandbox.workers import GRACE_S, Worker, WorkerPool, num_workers
 
 END, TELL = ON_TIMEOUT = ("end", "tell")  # values of environment.on_timeout
 
@@ -43,7 +45,7 @@ class Episode:
     number: int = -1  # of the last request
     tries: int = 0  # processes that have ended while it waited for the answer to come
     waits: bool = False  # for an answer
-    answer: Result | None = None  # that has come, and that nobody has collected
+    answer: StepResult | None = None  # that has come, and that nobody has collected
 
     @property
     def calls(self) -> int:
@@ -84,9 +86,10 @@ class EnvironmentPool(WorkerPool):
                 f"{TELL!r}: its class must say replayable or after_timeout, see docs/agents.md"
             )
         limits = (float(timeout), int(memory_mib))
-        settings = Settings(name, *limits, loaded.contained, extract)
-        settings = settings._replace(readable=parse_readable(readable))
+        paths = parse_readable(readable)
         program = environment_process.__name__
+        prepare = f"{program}:prepare"
+        settings = Settings(prepare, (name, extract), *limits, loaded.contained, paths)
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")
         self.replayable = loaded.replayable  # answers depend on responses alone, and come soon
@@ -137,7 +140,7 @@ class EnvironmentPool(WorkerPool):
             self._request(episodes)
             self._warn()
 
-    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, Result]:
+    def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, StepResult]:
         """Wait until at most so many of the episodes wait; answers that came, by their index.
 
         The reward of an answer is that of all turns so far. Raises what `submit` raises.
@@ -174,7 +177,7 @@ class EnvironmentPool(WorkerPool):
             self._episodes[episode.number] = episode
             goes_on = episode.home is not None
             if not (goes_on or self.replayable or episode.calls == 1):
-                self._answer(episode, Result(failure="its environment's process has ended"))
+                self._answer(episode, StepResult(failure="its environment's process has ended"))
                 continue
             if not goes_on:
                 episode.home = self._start(episode.worker)
@@ -240,7 +243,7 @@ class EnvironmentPool(WorkerPool):
         episode = self._episodes.get(number)
         if episode is None:  # it has gone on, or has ended
             return []
-        result = None if result is None else Result(*result)
+        result = None if result is None else StepResult(*result)
         news = StepReport(number, result, *rest)
         if news.lives:
             self._answer(episode, result)
@@ -261,7 +264,7 @@ class EnvironmentPool(WorkerPool):
             return True
         ended = f"{episode.tries} processes of its environment ended"
         failure = "its environment's process has ended" if episode.tries < MAX_TRIES else ended
-        self._answer(episode, report.result or Result(failure=failure))
+        self._answer(episode, report.result or StepResult(failure=failure))
         return False
 
     def _tell(self, episode: Episode, failure: str) -> None:
@@ -275,9 +278,9 @@ class EnvironmentPool(WorkerPool):
         else:
             episode.responses.clear()
         text = f"TimeoutError: {failure}; {step.observation}"
-        self._answer(episode, Result(step.reward, False, text, role=step.role))
+        self._answer(episode, StepResult(step.reward, False, text, role=step.role))
 
-    def _answer(self, episode: Episode, result: Result) -> None:
+    def _answer(self, episode: Episode, result: StepResult) -> None:
         episode.waits = False
         episode.reward += result.reward
         reward = 0.0

@@ -1,6 +1,6 @@
 """Program of an environment's worker: an episode lives in a process until it is over.
 
-Takes `Request`s from `environment_pool`, and reports a `Result` for each response. The guard is
+Takes `Request`s from `environment_pool`, and reports a `StepResult` for each response. The guard is
 that of `worker_process`. The template forks a keeper for an episode, which forks the process that
 holds the environment, hands it one response after another within the limits, and ends it with all
 that it has started. The class's own code runs in that process alone. Classes that are trusted and
@@ -15,19 +15,26 @@ import re
 import resource
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from specrl_jax.agents.environment_protocol import Environment, Step, check_step, take_step
+from specrl_jax.agents.environment_protocol import (
+    Environment,
+    Step,
+    StepResult,
+    check_step,
+    take_step,
+)
 from specrl_jax.agents.environments import ENVIRONMENTS, load_environment
 from specrl_jax.inputs import answer_pattern, one_line, reason
 from specrl_jax.rewards.reading import extract as extract_answer
+from specrl_jax.rewards.scorers import checked
 from specrl_jax.sandbox import containment, linux, worker_process
 from specrl_jax.sandbox.time_limit import TimeLimit
-from specrl_jax.sandbox.worker_process import CONTAINED, Result, Settings, checked
+from specrl_jax.sandbox.worker_process import CONTAINED, Result, Settings
 
 MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
 MAX_TRIES = 3  # processes that may end while an episode waits for one answer
@@ -53,7 +60,7 @@ class StepReport(NamedTuple):
     """Result of a request."""
 
     number: int
-    result: Result | None  # None: none came, and the response need not be the cause
+    result: StepResult | None  # None: none came, and the response need not be the cause
     lives: bool  # whether a process still holds the environment
     tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
     late: bool = False  # whether the time for it was over
@@ -72,6 +79,7 @@ class LoadedEnvironment(NamedTuple):
     pays_at_end: bool = False  # an episode that is cut short has no reward, unless it scores
     call_end: str = ""  # text that ends a call of a tool
     pattern: re.Pattern | None = None  # of `reward.extract`, for responses without a call
+    starts_program: bool = False  # for what a response says
 
 
 def load(name: str, extract: str = "") -> LoadedEnvironment:
@@ -103,7 +111,16 @@ def load(name: str, extract: str = "") -> LoadedEnvironment:
         pays_at_end=bool(getattr(make, "pays_at_end", False)),
         call_end=str(getattr(make, "call_end", "")),
         pattern=answer_pattern(extract, "reward.extract"),
+        starts_program=bool(getattr(make, "starts_program", False)),
     )
+
+
+def prepare(name: str, extract: str) -> LoadedEnvironment:
+    """Load the environment in a worker, with what all episodes need."""
+    loaded = load(name, extract)
+    if hasattr(loaded.make, "prepare"):
+        loaded.make.prepare()
+    return loaded
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
@@ -129,16 +146,13 @@ class _Template(worker_process.Template):
     """Hands requests to the keepers, and their reports to the parent."""
 
     def load(self) -> bool:
-        self._loaded = load(self._settings.name, self._settings.extract)
-        make = self._loaded.make
-        if hasattr(make, "prepare"):
-            make.prepare()
+        apart = super().load()
         self._held: dict[int, _Held] = {}
         self._ended: list[int] = []  # keepers to be reaped
         self._beside = 0
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each episode
-        return bool(getattr(make, "starts_program", False))
+        return apart
 
     def serve_next(self) -> None:
         """Wait for the parent or a keeper, take what it sends, and start steps."""
@@ -280,10 +294,10 @@ class _Keeper:
                 if late:
                     failure = f"no answer {limit.reason}"
                 tries = MAX_TRIES if late else 1
-                result = Result(failure=failure)
+                result = StepResult(failure=failure)
                 self.conn.send(StepReport(request.number, result, False, tries, late))
                 return code
-            self.conn.send(StepReport(request.number, Result.from_line(line), True))
+            self.conn.send(StepReport(request.number, _read(line), True))
         return None
 
     def _stop(self) -> int:
@@ -291,6 +305,18 @@ class _Keeper:
         all_end_with_it = self._alone or self.cell.trusts
         end = containment.end_group if all_end_with_it else containment.end_children
         return end(self.pid)
+
+
+def _read(line: bytes) -> StepResult:
+    """Read what a process reports of a step."""
+    step, failure = Result.from_line(line, _check)
+    return StepResult(failure=failure) if failure else StepResult(**step._asdict())
+
+
+def _check(values: Iterable) -> Step:
+    """Return the `Step` of its values; an exception where they make none."""
+    step = check_step(values)
+    return step._replace(reward=checked(step.reward))
 
 
 def _write(fd: int, data: bytes, limit: TimeLimit) -> None:
@@ -329,7 +355,7 @@ def _live(
                 reports.write(result.to_line())
 
 
-def _step(loaded: LoadedEnvironment, environments: dict[int, Any], request: Request) -> Result:
+def _step(loaded: LoadedEnvironment, environments: dict[int, Any], request: Request) -> Step:
     if request.problem is not None:
         answer, task, metadata = request.problem
         environment = loaded.make()
@@ -341,5 +367,5 @@ def _step(loaded: LoadedEnvironment, environments: dict[int, Any], request: Requ
             response = extract_answer(loaded.pattern, response) or ""
         step = take_step(environments[request.episode], response)
     if request.scores:
-        return Result(checked(float(environments[request.episode].score())))
-    return Result(checked(step.reward), step.done, step.observation, role=step.role)
+        return Step(reward=checked(float(environments[request.episode].score())), done=True)
+    return _check(step)

@@ -20,6 +20,16 @@ class Step(NamedTuple):
     role: str = "user"  # one of `ROLES`, under which a chat template writes the observation
 
 
+class StepResult(NamedTuple):
+    """Step of an environment as its pool gives it, or why there is none."""
+
+    reward: float = 0.0  # 0 where failed
+    done: bool = True
+    observation: str = ""
+    failure: str = ""  # why there is no step, in one printable line
+    role: str = "user"
+
+
 class Environment(Protocol):
     """One episode. Its first prompt is the problem's.
 

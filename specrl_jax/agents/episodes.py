@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.inputs import reason
+from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.generate import RolloutResult
-from specrl_jax.sandbox.worker_process import Result
-from specrl_jax.sandbox.workers import Rewards
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.responses import Turns, problems_of
 from specrl_jax.types import Prompts
@@ -146,7 +146,7 @@ class Episodes:
         if self.waits[row]:
             self.to_score.append(row)
 
-    def _step_own(self, requests: dict[int, Reading | None]) -> dict[int, Result]:
+    def _step_own(self, requests: dict[int, Reading | None]) -> dict[int, StepResult]:
         """Submit what is asked of this process's environments; return the answers that are ready.
 
         requests: turns by row; None: there are no more, and the episode is scored. The answers are
@@ -169,7 +169,7 @@ class Episodes:
         return {first + i: answer for i, answer in answers.items()}
 
     def _take(
-        self, row: int, answer: Result, tokens: np.ndarray, lens: np.ndarray
+        self, row: int, answer: StepResult, tokens: np.ndarray, lens: np.ndarray
     ) -> list[int] | None:
         """Note the reward of a turn; return the tokens to go on with, None after the last."""
         self.waits[row] = False
@@ -194,7 +194,7 @@ class Episodes:
         self.turns.roles[row, self.turns.counts[row] - 1] = answer.role
         return ids
 
-    def _note(self, row: int, answer: Result) -> None:
+    def _note(self, row: int, answer: StepResult) -> None:
         """Note the total reward of a row's turns so far; a failure leaves it as it was.
 
         The last turn gets the total less the rewards of the turns before.
@@ -207,6 +207,6 @@ class Episodes:
         rewards[last] = answer.reward - np.sum(rewards[:last])
         self.totals[row] = answer.reward
 
-    def _watch(self, row: int, said: Reading | Result) -> None:
+    def _watch(self, row: int, said: Reading | StepResult) -> None:
         if self.responder.watch is not None:
             self.responder.watch(row, said)

@@ -6,6 +6,7 @@ from typing import Any
 
 from specrl_jax import hosts
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.episodes import Episodes, PlayedResult
 from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.data.chat_template import changed_turns
@@ -17,7 +18,6 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.sandbox.worker_process import Result
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.responses import Responder, Responses, Taken
 from specrl_jax.types import Prompts
@@ -31,7 +31,7 @@ class EpisodeResponder(Responder):
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
     # Is told of what is said in an episode, by its row: turns as they end, and answers.
-    watch: Callable[[int, Reading | Result], None] | None = None
+    watch: Callable[[int, Reading | StepResult], None] | None = None
 
     def roll_out(
         self,

@@ -2,11 +2,11 @@
 
 import dataclasses
 
+from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.requests import Requests
-from specrl_jax.sandbox.worker_process import Result
 from specrl_jax.training.responses import Responder
 
 
@@ -36,7 +36,7 @@ def play(
     print(f"{reward}, failed: {failure}" if failure else reward, flush=True)
 
 
-def _show(row: int, said: Reading | Result) -> None:
+def _show(row: int, said: Reading | StepResult) -> None:
     """Print what is said in the first episode; the others fill up its batch."""
     if row:
         return

@@ -1,1 +1,1 @@
-"""Processes that contain what a policy, a scorer or an environment runs."""
+"""Processes that contain what others wrote, called by name."""

@@ -1,20 +1,20 @@
-"""Program of a reward worker: answers are scored in processes that end after them.
+"""Program of a worker: a function is called in processes that end after the call.
 
 A worker is a guard, which runs nothing but this file, and its child, the template: it has imported
-the scorer and never runs it. The template forks a process that gives up what it need not have
-(`containment`), scores, reports and ends; all that it has started ends with it. Where a scorer may
-execute an answer's text, each answer has its own: it cannot reach another answer, the template or
-the pipe to the run. `workers` is the other end of that pipe. `environment_process` has a template
-whose processes last for an episode. No JAX.
+the function by its name and never calls it. The template forks a process that gives up what it need
+not have (`containment`), calls, reports and ends; all that it has started ends with it. Where the
+function may execute an answer's text, each answer has its own: it cannot reach another answer, the
+template or the pipe to the run. `workers` is the other end of that pipe. Other programs have
+templates of their own, whose processes may last longer. No JAX.
 """
 
 import contextlib
 import gc
 import itertools
 import json
-import logging
 import mmap
 import os
+import pkgutil
 import select
 import signal
 import sys
@@ -22,12 +22,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
-from specrl_jax.agents.environment_protocol import MAX_OBSERVATION, ROLES
-from specrl_jax.inputs import answer_pattern, printable
-from specrl_jax.rewards.reading import extract as extract_answer
-from specrl_jax.rewards.scorers import find_scorer, load_scorer, takes_ended
+from specrl_jax.inputs import printable
 from specrl_jax.sandbox import containment, linux
 from specrl_jax.sandbox.time_limit import TimeLimit
 
@@ -41,87 +38,59 @@ MAX_PRINTED = 2_000  # bytes that an answer may add to the log
 MAX_LINES_PRINTED = 5  # lines of a worker's answers in the log
 _LINES_PRINTED = mmap.mmap(-1, 1)  # their number; shared with the processes that it forks
 NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
-MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
 class Result(NamedTuple):
-    """Reward of one response or of a turn, or why there is none."""
+    """Value that a process reports for an item, or why there is none."""
 
-    reward: float = 0.0  # 0 where failed
-    done: bool = True  # of an episode; always so without an environment
-    observation: str = ""  # of an environment, for the policy to read unless done
-    failure: str = ""  # why there is no reward, in one printable line
-    role: str = "user"  # of `ROLES`, of an observation
+    value: Any = None  # plain data; None where failed
+    failure: str = ""  # why there is no value, in one printable line
 
     def to_line(self) -> bytes:
         """One line of JSON: whoever reads it need not trust the process that has written it."""
         return json.dumps(self, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     @staticmethod
-    def from_line(line: bytes) -> "Result":
-        """Read the line of `to_line`; return a failure where it is anything else."""
+    def from_line(line: bytes, check: Callable[[Any], Any]) -> "Result":
+        """Read the line of `to_line`; return a failure where it is anything else.
+
+        check: returns the value of plain data; raises where the data make none.
+        """
         try:
-            reward, done, observation, failure, role = json.loads(line)
-            texts = isinstance(observation, str) and isinstance(failure, str)
-            if isinstance(done, bool) and texts and role in ROLES:
+            value, failure = json.loads(line)
+            if isinstance(failure, str):
                 failure = printable(failure[:MAX_FAILURE])
-                observation = observation[:MAX_OBSERVATION]
-                return Result(checked(float(reward)), done, observation, failure, role)
+                return Result(None if failure else check(value), failure)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")
 
 
-class Loaded(NamedTuple):
-    """Scorer as the workers run it."""
-
-    score: Callable[..., Result]  # of a response, its problem and whether it ended
-    contained: bool  # False: the user's function says `contained = False`
-    # Tasks whose answers need a process of their own, as their text may be executed; None: all.
-    alone: frozenset[str] | None
-
-
-def load(name: str, extract: str, format: str) -> Loaded:
-    """Load the scorer; ValueError in one line."""
-    known = find_scorer(name)
-    scorer = load_scorer(name, format)
-    pattern = answer_pattern("" if known.reads_whole else extract, "reward.extract")
-
-    wants_ended = takes_ended(scorer)
-
-    def score(
-        response: str | None, answer: str, task: str, metadata: dict, ended: bool = True
-    ) -> Result:
-        response = extract_answer(pattern, response)
-        if response is None:
-            return Result()
-        problem = {"answer": answer, "task": task, "metadata": metadata}
-        if wants_ended:
-            problem["ended"] = ended
-        reward = scorer(response=response, **problem)
-        return Result(checked(float(reward)))
-
-    contained = bool(getattr(scorer, "contained", True))
-    return Loaded(score, contained, known.executes if contained else frozenset())
-
-
-def checked(score: float) -> float:
-    """Return a score; ValueError where it is no number of a reward."""
-    if abs(score) <= MAX_SCORE:
-        return score
-    raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
-
-
 class Settings(NamedTuple):
     """Arguments that a worker is started with."""
 
-    name: str  # of the scorer or the environment
+    prepare: str  # module:function that imports and returns what the worker runs
+    arguments: tuple[str, ...]  # of that function
     timeout: float  # CPU seconds an answer may take, see `time_limit`
     memory_mib: int  # MiB an answer may allocate
-    contained: bool
-    extract: str = ""
-    format: str = ""
+    contained: bool  # False: the code is trusted
     readable: str = ""  # of `parse_readable`
+
+
+class Loaded(Protocol):
+    """Function that a worker calls, as `Settings.prepare` returns it."""
+
+    starts_program: bool  # for each answer, which must not find anything in the worker's memory
+    hint: str  # follows the reason of an error of the system
+
+    def call(self, *item) -> Any:
+        """Return the value of an item, plain data, in a process of its own."""
+
+    def check(self, value: Any) -> Any:
+        """Return a value that such a process reports; an exception where it is no value."""
+
+    def may_share(self, *item) -> bool:
+        """Return whether an item may share its process with others: no text of it is executed."""
 
 
 # The guard ----------------------------------------------------------------------------------------
@@ -171,7 +140,7 @@ def guard(
 
 
 class Template:
-    """Scores what it is sent, each answer in a process forked from this one."""
+    """Calls the function with what it is sent, in processes forked from this one."""
 
     def __init__(self, conn_fd: int, held_fd: int, settings: Settings):
         self._conn = Connection(conn_fd)
@@ -207,22 +176,16 @@ class Template:
 
         Such a program cannot be started as the owner of files (`Cell.gaps`).
         """
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
-        settings = self._settings
-        self._loaded = load(settings.name, settings.extract, settings.format)
-        # Imports and compiled patterns. What executes answers and the user's function wait.
-        known = find_scorer(settings.name)
-        if known.score and self._loaded.alone is not None:
-            with contextlib.suppress(Exception):
-                known.score(r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
-        return known.starts_program
+        prepare = pkgutil.resolve_name(self._settings.prepare)
+        self._loaded = prepare(*self._settings.arguments)
+        return self._loaded.starts_program
 
     def serve_next(self) -> None:
-        """Score the next batch that the parent sends; report each result with its number."""
+        """Call for the next items that the parent sends; report each result with its number."""
         number, items = self._conn.recv()
         while items:
-            together = list(itertools.takewhile(self._shares_process, items)) or items[:1]
-            for result in self._score(together):
+            sharing = itertools.takewhile(lambda item: self._loaded.may_share(*item), items)
+            for result in self._call(list(sharing) or items[:1]):
                 self._send([number, *result])
                 number += 1
                 items = items[1:]
@@ -230,23 +193,20 @@ class Template:
     def _send(self, report: Sequence) -> None:
         self._conn.send_bytes(json.dumps(report).encode())
 
-    def _shares_process(self, item: tuple) -> bool:
-        return self._loaded.alone is not None and item[2] not in self._loaded.alone
-
-    def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
+    def _call(self, items: Sequence[tuple]) -> Iterator[Result]:
         """Yield results of the first items, up to a failure of their process, and end it."""
-        score = partial(_score_items, self._loaded, self._cell, items)
-        pid, reader = fork_confined(self._cell, score, (self._conn.fileno(), self._held_fd))
+        work = partial(_call_items, self._loaded, self._cell, items)
+        pid, reader = fork_confined(self._cell, work, (self._conn.fileno(), self._held_fd))
         reason = ""
         for _ in items:
-            # A program that a trusted scorer's module has started works for others, too.
+            # A program that a trusted function's module has started works for others, too.
             limit = TimeLimit(self._settings.timeout, pid if self._cell.trusts else 0)
             line = reader.read(limit)
             if not line.endswith(b"\n"):
                 reason = "" if reader.ended else f"no result {limit.reason}"
                 break
-            yield Result.from_line(line)
-        # A trusted scorer's module may have started a process that serves all answers.
+            yield Result.from_line(line, self._loaded.check)
+        # A trusted function's module may have started a process that serves all answers.
         end = containment.end_group if self._cell.trusts else containment.end_children
         code = end(pid)
         self._cell.clear()
@@ -307,15 +267,15 @@ class Reader:
 # An answer ----------------------------------------------------------------------------------------
 
 
-def _score_items(
+def _call_items(
     loaded: Loaded, cell: containment.Cell, items: Sequence[tuple], reports: BinaryIO
 ) -> None:
-    """Score items in this process, and report each."""
-    hint = CONTAINED if loaded.alone is None else ""
+    """Call for items in this process, and report each."""
     pid = os.getpid()
     for item in items:
         only = len(items) == 1
-        result = within_memory(cell, partial(loaded.score, *item), for_good=only, hint=hint)
+        call = partial(loaded.call, *item)
+        result = within_memory(cell, call, for_good=only, hint=loaded.hint)
         if os.getpid() != pid:  # a copy that the answer has forked
             return
         reports.write(result.to_line())
@@ -359,15 +319,15 @@ def fork_confined(
 
 
 def within_memory(
-    cell: containment.Cell, score: Callable[[], Result], *, for_good: bool, hint: str
+    cell: containment.Cell, call: Callable[[], Any], *, for_good: bool, hint: str
 ) -> Result:
-    """Call a function under the memory limit; what it raises is a failure.
+    """Return the value of a call under the memory limit; what it raises is a failure.
 
     for_good: the limit stays. hint: follows the reason of an error of the system.
     """
     try:
         cell.limit_memory(for_good)
-        return score()
+        return Result(call())
     except BaseException as error:  # SystemExit too: an answer may contain exit()
         return failure(error, hint)
     finally:

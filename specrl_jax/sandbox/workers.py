@@ -1,9 +1,9 @@
-"""Scores batches of responses in worker processes.
+"""Calls functions that others wrote in worker processes.
 
-Takes a scorer by name, and texts; gives `Rewards`. A policy's text can keep a
-scorer busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and some
-scorers execute it. So every answer is scored in a process of its own (`worker_process`), within
-limits. An answer that breaks a limit fails with reward 0; the others are not affected.
+Takes the name of a function, and items; gives a `Result` for each. A policy's text can keep a
+function busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and
+some functions execute it. So every item has a process of its own (`worker_process`), within limits.
+An item that breaks a limit fails; the others are not affected.
 
 The workers are started by command line, not by `multiprocessing`: nothing is forked under JAX's
 threads, and the parent's `__main__` is not imported again.
@@ -20,17 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np
-
-from specrl_jax.rewards.scorers import find_scorer, reads_answer_part
 from specrl_jax.sandbox import containment, linux, worker_process
-from specrl_jax.sandbox.readable import parse_readable
 from specrl_jax.sandbox.time_limit import longest
 from specrl_jax.sandbox.worker_process import NO_ROOM, Result, Settings
 
@@ -39,45 +32,9 @@ STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against a
 ROOM_S = 300.0  # seconds that a machine without room for a process is waited for
 GRACE_S = 60.0  # seconds beyond an answer's limit in which its worker must tell what came of it
 MAX_STARTS = 3  # processes that may die while starting, one after another
-MAX_TRIES = 3  # workers that may end while they score one answer
+MAX_TRIES = 3  # workers that may end while they work for one answer
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """Rewards of B responses, in the order they were given."""
-
-    # float32 [B], 0 where failed; of an episode what its turns before had been paid
-    rewards: np.ndarray
-    failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died, gave no number
-    reasons: tuple[str, ...]  # B texts, "" unless failed
-    # The rewards of each function of a sum, float32 [B], before weights and threshold.
-    by_function: dict[str, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def make_whole(cls, scores: np.ndarray, reasons: Sequence[str], **more) -> "Rewards":
-        """Make the rewards of whole responses from their scores, of which some failed."""
-        failed = np.array([bool(reason) for reason in reasons], np.bool_)
-        rewards = np.where(failed, 0, scores).astype(np.float32)
-        return cls(rewards, failed, tuple(reasons), **more)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
-        return cls(
-            rewards=np.concatenate([x.rewards for x in parts]),
-            failed=np.concatenate([x.failed for x in parts]),
-            reasons=tuple(chain(*(x.reasons for x in parts))),
-            by_function={
-                name: np.concatenate([x.by_function[name] for x in parts])
-                for name in parts[0].by_function
-            },
-        )
-
-
-def apply_threshold(scores: np.ndarray, threshold: float) -> np.ndarray:
-    """Rewards of scores, float32 [B]: with a threshold > 0 1 from there on, else 0."""
-    return (scores >= np.float32(threshold)).astype(np.float32) if threshold > 0 else scores
 
 
 class WorkerPool(contextlib.AbstractContextManager):
@@ -151,86 +108,37 @@ def num_workers(workers: int) -> int:
     return int(workers) or min(os.cpu_count() or 1, 16)
 
 
-class RewardPool(WorkerPool):
-    """Scores batches, one at a time; a worker that an answer hangs is killed and replaced.
+class CallPool(WorkerPool):
+    """Calls a function in worker processes; one that an item hangs is killed and replaced.
 
-    name: of `SCORERS`, or module:function.
-    timeout: CPU seconds per answer, see `time_limit`.
-    memory_mib: MiB each process of an answer may allocate (Linux only).
-    workers: number of processes; 0: one per core, at most 16.
-    threshold: > 0: the reward is 1 where the score reaches it, else 0.
-    extract: a regular expression; group 1 of its last match in the answer part is the answer (no
-      match: reward 0).
-    format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
-    readable: paths that code in answers may read besides Python and libraries, with : between them.
+    Takes the arguments of `WorkerPool` after its program.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        timeout: float,
-        memory_mib: int,
-        workers: int,
-        threshold: float = 0.0,
-        extract: str = "",
-        format: str = "",
-        readable: str = "",
-    ):
-        loaded = worker_process.load(name, extract, format)  # a mistake is raised here
-        self._score_here = loaded.score
-        self._reads_part = reads_answer_part(name, extract)
-        self._threshold = float(threshold)
-        # A user's pattern needs a process, as it may backtrack for ever.
-        here = not (find_scorer(name).needs_process or extract)
-        limits = (float(timeout), int(memory_mib))
-        texts = (extract, format, parse_readable(readable))
-        settings = Settings(name, *limits, loaded.contained, *texts)
-        executes = name if loaded.alone is None else ", ".join(sorted(loaded.alone))
-        count = 0 if here else num_workers(workers)
-        super().__init__(worker_process.__name__, settings, count, executes, "reward.name")
+    def __init__(self, settings: Settings, count: int, executes: str, field: str):
+        super().__init__(worker_process.__name__, settings, count, executes, field)
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
-    def score(
-        self,
-        responses: Sequence[str],
-        answers: Sequence[str],
-        tasks: Sequence[str],
-        metadatas: Sequence[dict],
-        parts: Sequence[str | None] | None = None,
-        ended: Sequence[bool] | None = None,
-    ) -> Rewards:
-        """Score B responses.
+    def call(self, items: list[tuple]) -> list[Result]:
+        """Return the results of items, one batch at a time.
 
-        parts: the responses' answer parts, for scorers that read no more; None: a response without
-          an answer. Left out, they are the whole responses.
-        ended: whether each response came to its end, for functions that ask. Left out, all did.
         Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
         """
-        texts = parts if self._reads_part and parts is not None else responses
-        ended = [True] * len(responses) if ended is None else ended
-        items = list(zip(texts, answers, tasks, metadatas, ended, strict=True))
         with self._lock:
             self._check_open()
-            if self._workers:
-                results = self._run(items)
-                self._warn()
-            else:
-                results = [self._score_here(*item) for item in items]
-        scores = np.array([result.reward for result in results], np.float32)
-        rewards = apply_threshold(scores, self._threshold)
-        return Rewards.make_whole(rewards, [result.failure for result in results])
+            results = self._run(items)
+            self._warn()
+            return results
 
     def _run(self, items: list[tuple]) -> list[Result]:
-        """A thread for each worker hands it one chunk of answers after another."""
+        """A thread for each worker hands it one chunk of items after another."""
         # About four chunks per worker: few messages, and no long wait for the slowest chunk.
         size = max(1, min(MAX_CHUNK, len(items) // (4 * len(self._workers))))
         chunks = [items[first : first + size] for first in range(0, len(items), size)]
         stop = threading.Event()
 
-        def score(chunk: list[tuple]) -> list[Result]:
+        def call(chunk: list[tuple]) -> list[Result]:
             worker = self._idle.get()
             results = []
             tries = 0
@@ -238,7 +146,7 @@ class RewardPool(WorkerPool):
             try:
                 while len(results) < len(chunk) and not stop.is_set():
                     try:
-                        new = worker.score(chunk[len(results) :])
+                        new = worker.call(chunk[len(results) :])
                     except BlockingIOError as error:
                         self._wait_for_room(error, begun, stop)
                         continue
@@ -253,7 +161,7 @@ class RewardPool(WorkerPool):
 
         threads = ThreadPoolExecutor(len(self._workers))
         try:
-            return [result for results in threads.map(score, chunks) for result in results]
+            return [result for results in threads.map(call, chunks) for result in results]
         except BaseException:  # Ctrl-C: no thread waits for its worker any longer
             stop.set()
             self._kill()
@@ -287,8 +195,8 @@ class Worker:
         if self._process is None or self._process.poll() is not None:
             self._start()
 
-    def score(self, items: list[tuple]) -> list[Result]:
-        """Return the results of the first answers, up to a missing report or another answer's.
+    def call(self, items: list[tuple]) -> list[Result]:
+        """Return the results of the first items, up to a missing report or another answer's.
 
         The process is replaced after such a report. Raises what `ensure_ready` raises.
         """
@@ -377,7 +285,7 @@ class Worker:
                 [sys.executable, "-P", "-u", "-c", code],
                 env=variables,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a scorer prints joins the log
+                stdout=2,  # what it prints joins the log
                 pass_fds=fds,
                 start_new_session=True,  # Ctrl-C does not reach it
             )

@@ -133,6 +133,9 @@ class WholeRollout(StatePart):
             ended=responses.ended,
         )
 
+    def restore(self, host, arrays) -> "WholeRollout":
+        return self
+
 
 def next_requests(run: Run, state: RolloutState) -> tuple[Requests, Drafts]:
     """Return the next rollout's requests, and the newest stored responses to its prompts, [B]."""

@@ -13,6 +13,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.engine.runner import Stats
@@ -21,7 +22,6 @@ from specrl_jax.rollout.generate import RolloutResult, RolloutSpec, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.sandbox.workers import Rewards
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Prompts, Rollout
 

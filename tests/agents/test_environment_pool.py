@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import weak_environment_worker
 from small_runs import line_of
-from test_workers import alive, descendants, read, wait_for
+from worker_pools import alive, descendants, read, wait_for
 
 from specrl_jax.agents import environment_pool
 from specrl_jax.agents.environment_pool import EnvironmentPool

@@ -4,8 +4,6 @@ import weak_worker
 
 from specrl_jax.sandbox import linux
 
-load = weak_worker.load
-
 
 def serve(*arguments):
     linux.landlock_abi = lambda: 0

@@ -17,16 +17,15 @@ KINDS = {
         "for i in range({n}): Thread(target=time.sleep, args=(60,)).start()",
     ],
     "reports": [
-        'for fd in range(3, 64):\n try: os.write(fd, b\'[1.0, true, "", ""]\\n\' * {n})\n'
+        "for fd in range(3, 64):\n try: os.write(fd, b'[1.0, \"\"]\\n' * {n})\n"
         " except OSError: pass",
-        'for fd in range(3, 64):\n try: os.write(fd, b\'[{n}, 1.0, true, "", ""]\\n\')\n'
+        "for fd in range(3, 64):\n try: os.write(fd, b'[{n}, 1.0, \"\"]\\n')\n"
         " except OSError: pass\nos._exit(0)",
         "for fd in range(3, 64):\n try: os.write(fd, b'\\0\\0\\0\\x05[{n}')\n"
         " except OSError: pass\nos._exit(0)",
         "for fd in range(3, 64):\n try: os.write(fd, b'[' * 100000 + b'\\n')\n"
         " except OSError: pass",
-        'for fd in range(3, 64):\n try: os.write(fd, b\'[1e999, true, "", ""]\\n\')\n'
-        " except OSError: pass",
+        "for fd in range(3, 64):\n try: os.write(fd, b'[1e999, \"\"]\\n')\n except OSError: pass",
         "for fd in range(3, 64):\n try: os.write(fd, b'{{}}\\n\\xff\\n[NaN, 1, 2, 3]\\n')\n"
         " except OSError: pass",
         "os.closerange(3, 200); value = {n}",
@@ -74,7 +73,7 @@ KINDS = {
     "interpreter": [
         "import builtins; builtins.float = lambda x: {n}.0",
         "import user_scorers; user_scorers.execute = lambda *a: {n}.0",
-        'import json; json.dumps = lambda *a, **k: \'[1.0, true, "", ""]\'',
+        "import json; json.dumps = lambda *a, **k: '[1.0, \"\"]'",
         "from specrl_jax.sandbox import worker_process as w; w.Template._send = lambda *a: None",
         "from specrl_jax.sandbox import worker_process as w; w.Result.to_line = lambda s: b''",
         "from specrl_jax.sandbox import containment as c; c.end_children = lambda g: 0",

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from test_code import ANY, LIMITS, REPORT, RIGHT
-from test_workers import score
+from code_answers import ANY, LIMITS, REPORT, RIGHT
+from worker_pools import score
 
-from specrl_jax.sandbox.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 
 
 @pytest.fixture(scope="module")

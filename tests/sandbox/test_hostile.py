@@ -14,10 +14,10 @@ import hostile_answers
 import numpy as np
 import pytest
 import weak_worker
-from test_workers import descendants, score
+from worker_pools import descendants, score
 
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import containment, linux, worker_process, workers
-from specrl_jax.sandbox.workers import RewardPool
 
 WEAK = 100  # answers, as many others among them, where the system has no namespaces
 SEED = 28

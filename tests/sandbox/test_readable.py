@@ -10,12 +10,12 @@ import filter_worker
 import pytest
 import weak_environment_worker
 import weak_worker
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.agents import environment_process
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import linux, readable, worker_process, workers
-from specrl_jax.sandbox.workers import RewardPool
 
 LIMITS = {"timeout": 20, "memory_mib": 1024, "workers": 1}
 needs_landlock = pytest.mark.skipif(not linux.landlock_abi(), reason="needs Landlock")

@@ -5,12 +5,12 @@ import sys
 import time
 
 import pytest
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import linux, time_limit
 from specrl_jax.sandbox.time_limit import MAX_LOAD, MAX_WAIT, TimeLimit, longest
-from specrl_jax.sandbox.workers import RewardPool
 
 LIMITS = {"timeout": 1.0, "memory_mib": 512, "workers": 1}
 BURN = "import time\nwhile time.process_time() < {}: pass\n"

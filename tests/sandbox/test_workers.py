@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import re
@@ -16,40 +15,13 @@ import time
 import numpy as np
 import pytest
 from small_runs import line_of, one_line
+from worker_pools import alive, descendants, read, score, wait_for
 
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.sandbox import workers as pool_module
-from specrl_jax.sandbox.workers import RewardPool
+from specrl_jax.sandbox.worker_process import Settings
 
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
-
-
-def score(pool, responses, answers=None, tasks=None, metadatas=None):
-    n = len(responses)
-    return pool.score(responses, answers or [""] * n, tasks or [""] * n, metadatas or [{}] * n)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = read(f"/proc/{pid}/stat")
-    return stat is not None and stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def descendants(pid):
-    """Numbers of all processes below `pid` that live."""
-    lists = map(read, glob.glob(f"/proc/{pid}/task/*/children"))
-    children = [int(n) for n in " ".join(filter(None, lists)).split()]
-    return {n for n in children if alive(n)}.union(*map(descendants, children))
-
-
-def read(path):
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return None
 
 
 @pytest.fixture
@@ -60,11 +32,14 @@ def scratch(tmp_path, monkeypatch):
     return tmp_path / "scratch"
 
 
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def test_a_function_that_is_no_scorer_is_called_by_its_name():
+    """The worker knows nothing of rewards, and gives the values that the function checks."""
+    settings = Settings("repeats:prepare", ("ab",), 30.0, 256, contained=True)
+    with pool_module.CallPool(settings, 2, executes="", field="") as pool:
+        results = pool.call([(0,), (2,), (-1,), ("x",), (3,)])
+    assert [x.value for x in results] == [["", []], ["abab", []], None, None, ["ababab", []]]
+    no_report = "the scorer's process sent no valid report"
+    assert [x.failure for x in results] == ["", "", no_report, "ValueError: no count", ""]
 
 
 HOSTILE = {
@@ -102,7 +77,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
 def test_what_an_answer_says_is_one_printable_line(capfd):
     """An answer may raise, forge a report or print: no line of the console is its own."""
     fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
-    forged = json.dumps([0, True, "", fake, "user"])
+    forged = json.dumps([None, fake])
     write = (
         f"import os\nfor fd in range(3, 30):\n try: os.write(fd, {forged!r}.encode() + b'\\n')\n"
     )
@@ -197,7 +172,7 @@ def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, 
     main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it
-        from specrl_jax.sandbox.workers import RewardPool
+        from specrl_jax.rewards.pool import RewardPool
         limits = {"timeout": 600, "memory_mib": 4096, "workers": 2}
         with RewardPool("user_scorers:hang", **limits) as pool:
             pool.score(["a", "b"], [""] * 2, [""] * 2, [{}] * 2)

@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from specrl_jax import hosts
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.rollout.stop_strings import make_stop_strings
-from specrl_jax.sandbox.workers import RewardPool
 from specrl_jax.training.responses import Responder
 
 
