@@ -19,7 +19,7 @@ from scipy import special, stats
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Ratio
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -121,7 +121,7 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
               eos=(1, 2, 3, 4), row_buckets=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     return RolloutSpec(
-        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, prompt_slots, slots, group,
+        model, sampling, ACCEPTANCE_RULES[accept].of(1.0), eos, 0, prompt_slots, slots, group,
         draft_source=tree, stored_logprobs=stored_logprobs, row_buckets=row_buckets,
         max_rows=max_rows, **kwargs,
     )  # fmt: skip
@@ -144,13 +144,15 @@ def match_spec(width=1, **kwargs) -> RolloutSpec:
 
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
-    log_lenience=0.0, history=None, max_lens=None, speculation=None, **others,
+    log_lenience=None, history=None, speculation=None, **others,
 ):  # fmt: skip
     """`generate` with all of its inputs by name."""
     key = jax.random.key(KEY) if key is None else key
     noise = NoiseKey(key, step, purpose)
-    inputs = Requests(prompts, noise, drafts, log_lenience, history, **others)
-    return generate(spec, weights, inputs, max_lens=max_lens, speculation=speculation)
+    if log_lenience is not None:
+        spec = dataclasses.replace(spec, accept=Ratio(np.float32(log_lenience)))
+    requests = Requests(prompts, noise, drafts, history, **others)
+    return generate(spec, weights, requests, speculation)
 
 
 def run(spec, weights, prompts, step=0, **options):
