@@ -6,13 +6,16 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
+from collector_steps import Step, make_state, one_step
 from rollout_reference import check_equal, host, make_spec
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.drafts.edit import Resumed
+from specrl_jax.recipes.partial import PartialRollout
+from specrl_jax.rollout.acceptance import Ratio
+from specrl_jax.rollout.rows import rows_of
 from specrl_jax.training.build import build, init_state
-from specrl_jax.types import Prompts, Source
+from specrl_jax.types import Source
 
 Q, X, G, R = 4, 2, 4, 8
 EVERY = ref.random_prompts(24)
@@ -26,44 +29,20 @@ PLANS = [
 ]
 
 
-@dataclasses.dataclass
-class Step:
-    """A step of `steps`: what came out, for which prompts, and what went in."""
-
-    number: int
-    outcome: object
-    prompts: object
-    before: Resumed
-
-    @property
-    def rollout(self):
-        return host(self.outcome.rollout)
-
-    @property
-    def chosen(self):
-        return self.prompts.select(self.outcome.groups)
+def begin(spec, **options):
+    """The state before step 1: Q + X groups run at once, new ones from EVERY in order."""
+    return make_state(PartialRollout, spec, EVERY, Q, partial=X, **options)
 
 
-def one_step(spec, weights, prompts, number, resumed, stop=Q, **options):
-    """The rollout of a step that ends once `stop` groups are done."""
-    return ref.rollout(
-        spec, weights, prompts, step=number, resumed=resumed, stop_after_groups=stop, **options
-    )
+def lenient(log_lenience: float, **changes):
+    """A spec of the ratio rule."""
+    return dataclasses.replace(make_spec(**changes), accept=Ratio(np.float32(log_lenience)))
 
 
-def steps(spec, policies, **options) -> list[Step]:
-    """A run's steps 1, 2, ...: Q + X groups run at once, new ones from EVERY in order."""
-    resumed, taken, done = Resumed.empty(X * G, R), 0, []
-    for number, weights in enumerate(policies, start=1):
-        by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-        count = Q + X - len(resumed.noise_steps)
-        new = EVERY.select(range(taken, taken + count))
-        prompts = Prompts.concatenate(EVERY.select([by_id[p] for p in resumed.prompt_ids]), new)
-        more = {name: make(prompts) for name, make in options.items()}
-        outcome = one_step(spec, weights, prompts, number, resumed, **more)
-        done.append(Step(number, outcome, prompts, resumed))
-        resumed, taken = outcome.resumed, taken + count
-    return done
+def steps(spec, policies, stored=None) -> list[Step]:
+    """A run's steps 1, 2, ..., one for each policy."""
+    state = begin(spec)
+    return [one_step(state, weights, stored) for weights in policies]
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +65,15 @@ def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(
     with jax.set_mesh(make_mesh(*shape)):
         _, weights = ref.policy()
         for step in steps(spec, [weights] * 4):
-            outcome = step.outcome
-            assert len(outcome.groups) == Q
-            assert len(outcome.resumed.noise_steps) == X
-            for begun in set(outcome.noise_steps[:, 0].tolist()):
-                mine = np.flatnonzero(outcome.noise_steps[:, 0] == begun)
-                rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
-                plain = host(ref.run(spec, weights, step.chosen, begun)[0])
+            assert len(step.groups) == Q
+            assert len(step.after.noise_steps) == X
+            noise_steps = step.requests.noise.noise_steps[step.groups]
+            for begun in set(noise_steps[:, 0].tolist()):
+                rows = rows_of(np.flatnonzero(noise_steps[:, 0] == begun), G)
+                plain = host(ref.run(spec, weights, step.prompts, begun)[0])
                 part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
                 check_equal(part, plain, rows, but=but)
-            resumed += int(outcome.resumed_lens.sum())
+            resumed += int(step.after.trained_lens.sum())
     assert resumed > 20
 
 
@@ -107,18 +85,18 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
         rollout = step.rollout
         last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
         assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
-        outcome, n = step.outcome, len(step.before.noise_steps)
-        assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
-        assert outcome.groups.tolist() == sorted(outcome.groups)
-        assert outcome.noise_steps.tolist() == [
-            list(step.before.noise_steps[g]) if g < n else [step.number] * G for g in outcome.groups
+        requests, n = step.requests, len(step.before.noise_steps)
+        assert requests.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
+        assert step.groups.tolist() == sorted(step.groups)
+        assert requests.noise.noise_steps[step.groups].tolist() == [
+            list(step.before.noise_steps[g]) if g < n else [step.number] * G for g in step.groups
         ]
-        others = [g for g in range(Q + X) if g not in outcome.groups]
-        names = [step.prompts.examples[g].prompt_id for g in others]
-        assert list(outcome.resumed.prompt_ids) == names
-        done = np.asarray(outcome.resumed.rows.done).reshape(X, G).all(axis=1)
+        others = [g for g in range(Q + X) if g not in step.groups]
+        names = [requests.prompts.examples[g].prompt_id for g in others]
+        assert list(step.after.prompt_ids) == names
+        done = np.asarray(step.after.begun.done).reshape(X, G).all(axis=1)
         for group, complete in zip(others, done, strict=True):
-            assert not complete or group > outcome.groups[-1]
+            assert not complete or group > step.groups[-1]
         surplus += done.sum()
     assert surplus > 0
 
@@ -129,9 +107,9 @@ def _id(q: int) -> str:
 
 def test_no_group_is_lost_and_none_comes_twice(moving):
     result, _ = moving
-    came = [e.prompt_id for step in result for e in step.chosen.examples]
+    came = [e.prompt_id for step in result for e in step.prompts.examples]
     assert len(set(came)) == len(came) == Q * len(result)
-    resumed = result[-1].outcome.resumed.prompt_ids
+    resumed = result[-1].after.prompt_ids
     assert set(came) | set(resumed) == {_id(q) for q in range(Q * len(result) + X)}
 
 
@@ -140,8 +118,8 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
     result, params = moving
     stale = 0
     for step in result:
-        rollout, prompts = step.rollout, step.chosen
-        resumed_lens = step.outcome.resumed_lens
+        rollout, prompts = step.rollout, step.prompts
+        resumed_lens = step.after.trained_lens
         columns, origins = np.arange(R)[None, :], rollout.origin_steps
         inside, resumed = (columns < lens[:, None] for lens in (rollout.lens, resumed_lens))
         assert np.all((np.diff(origins, axis=1) >= 0) | ~inside[:, 1:])
@@ -152,69 +130,72 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
             mine = getattr(rollout, name)[inside]
             np.testing.assert_allclose(mine, expected[inside], atol=1e-5, err_msg=name)
         stale += resumed_lens.sum()
-        values = step.outcome.metrics()
+        values = step.batch.metrics
         share = resumed_lens.sum() / rollout.lens.sum()
         assert values["rollout/stale_fraction"] == pytest.approx(share)
-        assert values["rollout/tokens_resumed"] == int(np.sum(step.before.rows.rollout.lens))
+        assert values["rollout/tokens_resumed"] == int(np.sum(step.before.begun.rollout.lens))
     assert stale > 40
 
 
 def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
     """Under the ratio rule; a group that holds tokens goes on by itself."""
-    spec, (_, older), (_, weights) = make_spec(), ref.policy(0.2), ref.policy()
+    spec, (_, older), (_, weights) = lenient(0.3), ref.policy(0.2), ref.policy()
 
-    def drafts(prompts):
+    def stored(prompts):
         return ref.as_drafts(ref.run(spec, older, prompts, 0)[0])
 
-    for step in steps(spec, [weights] * 3, drafts=drafts, log_lenience=lambda _: 0.3):
-        rollout, outcome = step.rollout, step.outcome
-        lens = np.asarray(drafts(step.chosen).lens)
-        np.testing.assert_array_equal(outcome.draft_lens, lens)
-        assert (rollout.prefix_lens <= outcome.draft_lens).all()
+    for step in steps(spec, [weights] * 3, stored):
+        rollout, result = step.rollout, step.result
+        lens = np.asarray(stored(step.prompts).lens)
+        np.testing.assert_array_equal(result.draft_lens, lens)
+        assert (rollout.prefix_lens <= result.draft_lens).all()
         accepted = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
         np.testing.assert_array_equal(rollout.sources == Source.REUSED, accepted)
         # Kept tokens are older than the step they were kept in, the others of it or later.
         assert np.all(rollout.origin_steps[accepted] == 0)
         inside = np.arange(R)[None, :] < rollout.lens[:, None]
-        begun = outcome.noise_steps.reshape(-1, 1)
+        begun = step.requests.noise.noise_steps[step.groups].reshape(-1, 1)
         assert np.all((rollout.origin_steps >= begun) | accepted | ~inside)
         if step.number == 1:
-            expected = ref.run(spec, weights, step.prompts, 1, drafts=drafts(step.prompts),
-                            log_lenience=0.3)[0]  # fmt: skip
-            rows = (outcome.groups[:, None] * G + np.arange(G)).reshape(-1)
-            check_equal(rollout, expected, rows)
+            prompts = step.requests.prompts
+            expected = ref.run(spec, weights, prompts, 1, drafts=stored(prompts))[0]
+            check_equal(rollout, expected, rows_of(step.groups, G))
 
 
 def test_what_was_not_judged_yet_is_not_rejected(mesh):
     """Drafts that are kept whole, of rows that begin, wait and go on; some are verified twice."""
-    spec, (_, weights) = make_spec(max_rows=8, row_buckets=3), ref.policy()
+    spec, (_, weights) = lenient(np.inf, max_rows=8, row_buckets=3), ref.policy()
 
-    def drafts(prompts):
+    def stored(prompts):
         expected = ref.run(spec, weights, prompts, 0)[0]
         return ref.as_drafts(expected, np.minimum(np.asarray(expected.lens), 3))
 
-    result = steps(spec, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
-    waited = sum(int((np.asarray(s.before.rows.rollout.lens) == 0).sum()) for s in result[1:])
+    result = steps(spec, [weights] * 4, stored)
+    waited = sum(int((np.asarray(s.before.begun.rollout.lens) == 0).sum()) for s in result[1:])
     assert waited > 0
     for step in result:
-        np.testing.assert_array_equal(step.outcome.draft_lens, step.rollout.prefix_lens)
+        np.testing.assert_array_equal(step.result.draft_lens, step.rollout.prefix_lens)
         assert step.rollout.prefix_lens.any()
 
 
 def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
-    """Q + X groups run at once: the resumed ones and as many new ones as that leaves."""
+    """Q + X groups run at once: the resumed ones and as many new ones as the step trains on."""
     spec, (_, weights) = make_spec(), ref.policy()
-    (step,) = steps(spec, [weights])
-    resumed = step.outcome.resumed
-    by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-    prompts = EVERY.select([*(by_id[p] for p in resumed.prompt_ids), 10, 11])
-    result = one_step(spec, weights, prompts, 2, resumed)
-    assert result.groups.tolist() == [0, 1, 2, 3]
-    assert result.resumed.prompt_ids == result.resumed.noise_steps == ()
-    assert not np.asarray(result.resumed.rows.rollout.lens).any()
-    new = ref.run(spec, weights, EVERY.select([10, 11]), 2)[0]
-    rows = slice(2 * G, 4 * G)
-    check_equal(jax.tree.map(lambda x: x[rows], host(result.rollout)), new)
+    state = begin(spec, total_steps=2)
+    begun = one_step(state, weights).after.prompt_ids
+    step = one_step(state, weights)
+    assert step.groups.tolist() == [0, 1, 2, 3]
+    names = [example.prompt_id for example in step.requests.prompts.examples]
+    assert names[:Q] == [*begun, _id(Q + X), _id(Q + X + 1)]
+    assert step.after.prompt_ids == step.after.noise_steps == ()
+    assert not np.asarray(step.after.begun.rollout.lens).any()
+    new = ref.run(spec, weights, EVERY.select([Q + X, Q + X + 1]), 2)[0]
+    rows = slice(X * G, Q * G)
+    check_equal(jax.tree.map(lambda x: x[rows], step.rollout), new)
+    # The last prompts only fill the rollout's shape.
+    lens = np.asarray(step.whole.rollout.lens)
+    assert lens[: Q * G].all()
+    assert not lens[Q * G :].any()
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -260,9 +241,16 @@ def test_a_run_made_shorter_takes_up_all_that_has_begun(mesh):
     })  # fmt: skip
     run, params = build(config)
     state = init_state(run, params).rollout
+    collector = state.collector
     begun = [example.prompt_id for example in state.stream.take(6).examples]
-    state.resumed = dataclasses.replace(state.resumed, prompt_ids=tuple(begun))
+    collector.prompt_ids = tuple(begun)
+    collector.noise_steps = ((2,) * config.rollout.group_size,) * 6
+    collector.run = dataclasses.replace(run, total_steps=3)
     state.step = 3
-    inputs = run.collector.choose_prompts(dataclasses.replace(run, total_steps=3), state)
-    assert [example.prompt_id for example in inputs.prompts.examples[:6]] == begun
-    assert (len(inputs.prompts.lens), inputs.fillers) == (8, 2)
+    requests = collector.choose_prompts(state)
+    assert [example.prompt_id for example in requests.prompts.examples[:6]] == begun
+    assert len(requests.prompts.lens) == 8
+    assert requests.noise.noise_steps[:, 0].tolist() == [2] * 6 + [3] * 2
+    assert requests.first.tolist() == [True] * 6 + [False] * 2
+    np.testing.assert_array_equal(requests.done, np.repeat([False] * 6 + [True] * 2, 8))
+    assert requests.enough_groups == 2 + 2  # two to train on, and two that only fill the shape

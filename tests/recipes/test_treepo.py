@@ -12,12 +12,11 @@ from rollout_reference import check_equal, host, make_prompts, make_spec
 from small_runs import assert_same_run, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.recipes.treepo import generate_forked, plan_forks
+from specrl_jax.recipes.treepo import Forks, plan_forks
 from specrl_jax.rollout.engine import runner
-from specrl_jax.rollout.engine.spec import Forks
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
-from specrl_jax.types import PartialRows, Source
+from specrl_jax.types import Source
 
 Q, G, R, SEGMENT = 8, 6, 12, 3
 PROMPTS = make_prompts([[q + 5, *range(q + 5, 5, -2)] for q in range(Q)], 6)
@@ -25,9 +24,9 @@ PLAIN = {"slots": R, "group": G, "eos": (1, 2), "accept": "match"}
 FORKS = Forks(SEGMENT, roots=2, branches=2)
 
 
-def grow(spec, weights, step=1, prompts=PROMPTS, **inputs):
+def grow(spec, weights, step=1, prompts=PROMPTS, forks=FORKS, **inputs):
     noise = NoiseKey(jax.random.key(ref.KEY), step)
-    return generate_forked(spec, weights, Requests(prompts, noise, **inputs))
+    return forks(spec, weights, Requests(prompts, noise, **inputs))
 
 
 def copied_lens(rollout) -> np.ndarray:
@@ -51,7 +50,7 @@ def grown(make_mesh):
         pack = runner.pack_texts
         patch.setattr(runner, "pack_texts", spy)
         _, weights = ref.policy()
-        result = grow(make_spec(forks=FORKS, **PLAIN), weights)
+        result = grow(make_spec(**PLAIN), weights)
     return result, host(result.rollout), weights, packed
 
 
@@ -62,8 +61,8 @@ def test_every_row_is_what_the_engine_makes_of_its_beginning(mesh, grown):
     copied = np.arange(R)[None, :] < lens[:, None]
     sources = np.where(copied, Source.COPIED, Source.SAMPLED).astype(np.int8)
     held = dataclasses.replace(rollout, lens=lens, prefix_lens=lens * 0, sources=sources)
-    begun = ref.put_rows(PartialRows(held, lens < 0, lens * 0))
-    whole = ref.rollout(make_spec(**PLAIN), weights, PROMPTS, step=1, partial_rows=begun)
+    spec = make_spec(**PLAIN)
+    whole = ref.rollout(spec, weights, PROMPTS, step=1, held=ref.put_rows(held))
     check_equal(rollout, host(whole.rollout))
 
 
@@ -133,10 +132,8 @@ CHOICES = {
 def test_drafts_change_no_token(mesh, grown, choice, step):
     """Responses on the same noise are kept whole, but for the tokens that others decoded."""
     _, expected, weights, _ = grown
-    spec = make_spec(forks=FORKS, **PLAIN | CHOICES[choice])
-    source = (
-        expected if step == 1 else host(grow(make_spec(forks=FORKS, **PLAIN), weights, 2).rollout)
-    )
+    spec = make_spec(**PLAIN | CHOICES[choice])
+    source = expected if step == 1 else host(grow(make_spec(**PLAIN), weights, 2).rollout)
     result = grow(spec, weights, drafts=ref.as_drafts(source))
     rollout = host(result.rollout)
     check_equal(rollout, expected, but=("sources", "prefix_lens"))
@@ -155,7 +152,7 @@ def test_on_several_devices(make_mesh, grown):
     expected = grown[1]
     with jax.set_mesh(make_mesh(2, 2, 2)):
         _, weights = ref.policy()
-        rollout = host(grow(make_spec(forks=FORKS, **PLAIN), weights).rollout)
+        rollout = host(grow(make_spec(**PLAIN), weights).rollout)
     check_equal(rollout, expected)
 
 
@@ -207,12 +204,13 @@ def test_groups_have_their_exact_law(mesh):
     model, _, weights = ref.table_policy(table)
     spec = make_spec(
         model, slots=SLOTS, prompt_slots=1, group=LEAVES, eos=(END,), accept="match",
-        row_buckets=1, forks=Forks(1, roots=1, branches=2),
+        row_buckets=1,
     )  # fmt: skip
+    forks = Forks(1, roots=1, branches=2)
     prompts = make_prompts([[1]] * 128, 1)
     seen = collections.Counter()
     for step in range(60):
-        rollout = host(grow(spec, weights, step, prompts).rollout)
+        rollout = host(grow(spec, weights, step, prompts, forks).rollout)
         rows = [tuple(row[:n].tolist()) for row, n in zip(rollout.tokens, rollout.lens)]
         seen.update(zip(rows[::3], rows[1::3], rows[2::3]))
     next_probs = ref.by_last(table, 1)

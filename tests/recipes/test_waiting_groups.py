@@ -10,8 +10,8 @@ from specrl_jax.recipes.waiting_groups import (
     KEPT,
     Group,
     GroupBuffer,
+    WaitingGroups,
     pick_rows,
-    trained_group_size,
 )
 
 Q, G, N = 4, 8, 2
@@ -68,7 +68,7 @@ class Play:
     def check(self, group: Group) -> None:
         """A group's row ids are of its own responses, in order, with their rewards."""
         owners = [self.owners[rollout][row] for rollout, row in group.row_ids]
-        trained = trained_group_size(self.buffer.config)
+        trained = WaitingGroups.trained_group_size(self.buffer.config)
         starts = G - trained if len(owners) == trained else 0
         assert owners == [(group.prompt_id, starts + i) for i in range(len(owners))]
         assert group.rewards == tuple(self.rewards[owner] for owner in owners)
