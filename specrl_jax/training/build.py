@@ -35,6 +35,7 @@ from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
+from specrl_jax.recipes import chosen
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -45,13 +46,12 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
-from specrl_jax.sharding import move, rollout_mesh
+from specrl_jax.sharding import move
 from specrl_jax.training.collect import COLLECTORS
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.group_buffer import part_size
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.rollout_queue import RolloutQueue
-from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
+from specrl_jax.training.state import BatchSource, Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -73,6 +73,7 @@ def build(config) -> tuple[Run, Params]:
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
+    source = chosen(config, "SOURCE", default=BatchSource)
     run = Run(
         config=config,
         dataset=dataset,
@@ -88,7 +89,8 @@ def build(config) -> tuple[Run, Params]:
         collector=next(x for x in COLLECTORS if x.is_asked_for(config)),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
-        rollout_mesh=rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor),
+        source=source,
+        rollout_mesh=source.rollout_mesh(config),
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
@@ -366,7 +368,7 @@ def _new_state(
     return RunState(
         policy_state=policy_state,
         rollout=rollout,
-        queue=RolloutQueue(run, rollout.stream.find),
+        source=run.source(run, rollout.stream),
         origin=origin,
         reference=reference,
     )

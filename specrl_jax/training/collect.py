@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.agents.episodes import Turns
 from specrl_jax.algorithms import off_policy
 from specrl_jax.data.curriculum import part_of
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, without_drafts
@@ -28,28 +27,11 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
     turn_metrics,
 )
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, pick_rows
 from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.state import RolloutState, Run, rollout_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainBatch:
-    """Q groups that a step trains on, G rows each."""
-
-    prompts: Prompts
-    rollout: Rollout
-    rewards: np.ndarray  # float32 [Q * G]
-    metrics: dict[str, float]  # of the rollouts
-    step: int  # the step that trains on the batch
-    epoch: int  # the epoch in which the rollouts began
-    rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
-    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
-    by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turns: Turns | None = None  # of episodes; None where groups wait
-    # bool [Q * G], responses that came to an end; the length cut the others. None: all came
-    ended: np.ndarray | None = None
 
 
 class WholeRollout:
@@ -200,8 +182,10 @@ class PartialRollout(WholeRollout):
         )
 
     def batch(self, run: Run, state: RolloutState, rollouts: Sequence[Responses]) -> TrainBatch:
-        state.resumed = rollouts[0].result.resumed
-        return super().batch(run, state, rollouts)
+        result = rollouts[0].result
+        state.resumed = result.resumed
+        batch = super().batch(run, state, rollouts)
+        return dataclasses.replace(batch, stale=bool(result.resumed_lens.any()))
 
 
 class WaitingGroups(WholeRollout):
@@ -251,7 +235,16 @@ class WaitingGroups(WholeRollout):
         state.groups.kept_rows = assemble(sources, state.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         metrics |= Stats.total([x.result.stats for x in rollouts]).metrics()
-        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch, ended=ended)
+        return TrainBatch(
+            prompts,
+            rollout,
+            rewards,
+            metrics,
+            state.step,
+            state.epoch,
+            stale=stale > 0,
+            ended=ended,
+        )
 
 
 # A run has the first that its configuration asks for. `config.cross_rules` refuses a configuration
@@ -307,8 +300,6 @@ def make_train_batch(
     metrics["data/prompts_seen"] = state.prompts_seen
     metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    if run.config.rollout.staleness and state.step > 1:
-        metrics["rollout/stale_fraction"] = 1.0
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.result.draft_lens for x in rollouts)

@@ -1,0 +1,27 @@
+"""Batch that a step trains on, as the rollouts leave it."""
+
+import dataclasses
+
+import numpy as np
+
+from specrl_jax.agents.episodes import Turns
+from specrl_jax.types import Prompts, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """Q groups that a step trains on, G rows each."""
+
+    prompts: Prompts
+    rollout: Rollout
+    rewards: np.ndarray  # float32 [Q * G]
+    metrics: dict[str, float]  # of the rollouts
+    step: int  # the step that trains on the batch
+    epoch: int  # the epoch in which the rollouts began
+    stale: bool = False  # whether earlier weights sampled some of its tokens
+    rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
+    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
+    by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    turns: Turns | None = None  # of episodes; None where groups wait
+    # bool [Q * G], responses that came to an end; the length cut the others. None: all came
+    ended: np.ndarray | None = None
