@@ -10,6 +10,7 @@ import pytest
 from small_runs import assert_same_run, one_line, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.training.build import build, init_state
@@ -41,7 +42,7 @@ class StopAfter(StopRequest):
 
 def _train(workdir, mesh, changes, stop_after: int = -1, algorithm: str = "grpo"):
     with jax.set_mesh(mesh), StopAfter(stop_after) as stop:
-        loop.train(small_config(changes, algorithm), workdir, stop=stop)
+        loop.train(small_config(changes, algorithm), workdir, stop=stop, hooks=StandardHooks())
     return workdir
 
 
