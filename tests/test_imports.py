@@ -71,17 +71,25 @@ ALLOWED = {
     "training/group_buffer": {"data/curriculum", "types"},
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
-        "data/prompts", "hosts", "inputs", "process/runtime", "reports", "rewards/failures",
-        "telemetry",
-        "training/responses", "training/state", "types",
+        "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",
+        "training/batch", "training/responses", "training/state", "types",
     },
+    "training/batch": {"agents/episodes", "types"},
+    "training/hooks": {"training/run_log", "training/state"},
+    "training/opening": {
+        "config", "hosts", "models", "process", "telemetry", "training",
+    },
+    "train": {
+        "hosts", "models", "process/stop", "rollout", "sharding", "telemetry/metrics", "training",
+    },
+    "recipes/__init__": {"config"},
 }  # fmt: skip
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "train", "training", "agents", "compile", "benchmarks", "reports", "evaluation/eval_tasks",
-    "evaluation/play",
+    "hooks", "training", "recipes", "agents", "compile", "benchmarks", "reports",
+    "evaluation/eval_tasks", "evaluation/play",
 }  # fmt: skip
 
 
@@ -127,6 +135,8 @@ def violations(files: dict[str, str]) -> list[str]:
             stages.add(_within(other, STAGES))
             if other and module in ALLOWED and not _within(other, {module, *ALLOWED[module]}):
                 breaches.append(f"{file}:{line}: {module} imports {other}")
+            if _within(other, {"recipes"}) and other != "recipes":
+                breaches.append(f"{file}:{line}: names a recipe")
         stages -= {""}
         if len(stages) > 1 and module not in SEE_ALL:
             breaches.append(f"{file}: sees {' and '.join(sorted(stages))}")
@@ -170,6 +180,10 @@ def test_every_module_of_the_table_exists():
          ["sandbox/worker_process:1: sandbox imports rewards/loading"]),
         ("rollout/drafts/sources", "from specrl_jax.rollout.engine.spec import RolloutSpec",
          ["rollout/drafts/sources:1: rollout/drafts imports rollout/engine/spec"]),
+        ("train", "from specrl_jax.compile import fit", ["train:1: train imports compile/fit"]),
+        ("training/build", "from specrl_jax.recipes import chosen", []),
+        ("training/build", "from specrl_jax.recipes import staleness",
+         ["training/build:1: names a recipe"]),
     ],
 )  # fmt: skip
 def test_a_breach_is_found(file, source, breaches):

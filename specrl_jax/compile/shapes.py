@@ -45,7 +45,7 @@ from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import axes, eval_shape, move
 from specrl_jax.training.build import policy_schedule, store_shape, training_spec
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.slots import collector_of, trained_group_size
+from specrl_jax.training.slots import collector_of, source_of, trained_group_size
 from specrl_jax.training.state import Run
 from specrl_jax.types import Batch, Drafts, Prompts, Rollout
 
@@ -244,7 +244,7 @@ class AbstractRun:
         """Weights on a mesh of rollouts alone: the layers in use, and all of rollouts that wait."""
         if not self.apart:
             return ()
-        waiting = [self.training.weights] * self.config.rollout.staleness
+        waiting = [self.training.weights] * source_of(self.config).most_ahead(self.config)
         return self.weights["stacked"], waiting
 
     @functools.cached_property

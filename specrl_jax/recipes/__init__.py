@@ -1,36 +1,39 @@
-"""Published systems that are guests of the core: one file each.
+"""Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
-A recipe says in `COLLECTOR`, `ROLL_OUT` or `SOURCE` what it puts into that slot of the core, and in
-`is_asked_for` when. The core names no recipe. Without its file a recipe is gone, and nothing else.
+A file takes a slot of the run by a class of the slot's name, such as `SOURCE`. The class says which
+configuration asks for it:
+
+    field: str                        # of the configuration, for an error
+    is_asked_for(config) -> bool
 """
 
+import functools
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any
 
+from specrl_jax.config import flatten
 
-def chosen(slot: str, config) -> Any | None:
-    """Return what the recipe that `config` asks for puts into a slot; None: no recipe does.
 
-    Raises ValueError if two recipes want the slot.
+def chosen(config: Any, slot: str, default: Any) -> Any:
+    """Return what the configuration asks for in a slot, or `default` where it asks for nothing.
+
+    Raises ValueError in one line where it asks for two.
     """
-    guests = {}
-    for module in pkgutil.iter_modules(__path__):
-        recipe = importlib.import_module(f"{__name__}.{module.name}")
-        guest = getattr(recipe, slot, None)
-        if guest is not None and guest.is_asked_for(config):
-            guests[module.name] = guest
-    if len(guests) > 1:
-        first, second, *_ = sorted(guests)
+    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
+    asked = [guest for guest in taken if guest.is_asked_for(config)]
+    if len(asked) > 1:
+        fields = dict(flatten(config))
+        first, second = (guest.field for guest in asked[:2])
         raise ValueError(
-            f"rollout must ask for {first} or {second}, got both: each decides {_DECIDES[slot]}; "
-            "switch one off"
+            f"{first} and {second} must not be set together, as each is the run's "
+            f"{slot.lower()}, got {fields[first]!r} and {fields[second]!r}; set one of them back"
         )
-    return next(iter(guests.values()), None)
+    return asked[0] if asked else default
 
 
-_DECIDES = {
-    "COLLECTOR": "which responses a step trains on",
-    "ROLL_OUT": "how rows are rolled out",
-    "SOURCE": "when a batch is trained on",
-}
+@functools.cache
+def _modules() -> list[ModuleType]:
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return [importlib.import_module(f"{__name__}.{name}") for name in names]

@@ -18,7 +18,8 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.sharding import put
-from specrl_jax.training.collect import TrainBatch, WholeRollout
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.collect import WholeRollout
 from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -43,6 +44,8 @@ class BegunRows:
 
 class PartialRollout(WholeRollout):
     """One rollout of more groups than are trained on; those that are not done go on later."""
+
+    field = "rollout.partial"
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -140,7 +143,8 @@ class PartialRollout(WholeRollout):
             "rollout/tokens_resumed": int(self.held_lens.sum()),
             "rollout/stale_fraction": int(self.trained_lens.sum()) / max(total, 1),
         }
-        return dataclasses.replace(batch, metrics=batch.metrics | metrics)
+        metrics = batch.metrics | metrics
+        return dataclasses.replace(batch, metrics=metrics, stale=bool(self.trained_lens.any()))
 
     def arrays(self) -> BegunRows:
         return self.begun

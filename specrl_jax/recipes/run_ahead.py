@@ -18,7 +18,8 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
 from specrl_jax.sharding import reshard, shards
-from specrl_jax.training.collect import TrainBatch, WholeRollout
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.collect import WholeRollout
 from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -26,6 +27,8 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 
 class RunningAhead(WholeRollout):
     """One rollout, whose idle rows begin the prompts of the next step."""
+
+    field = "rollout.run_ahead"
 
     def __init__(self, run: Run):
         super().__init__(run)

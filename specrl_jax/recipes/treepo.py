@@ -16,6 +16,7 @@ without that; a group as a whole has more of the beginnings that go on for long.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ from specrl_jax.types import Rollout, Source
 @dataclasses.dataclass(frozen=True)
 class Forks:
     """Rolls out groups that grow from few rows."""
+
+    field: ClassVar[str] = "rollout.fork.segment"
 
     segment: int  # tokens between two boundaries, at which rows fork
     roots: int  # rows that begin at the prompt

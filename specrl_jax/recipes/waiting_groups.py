@@ -23,7 +23,8 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble
-from specrl_jax.training.collect import TrainBatch, WholeRollout
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.collect import WholeRollout
 from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Prompts, Rollout, StatePart
@@ -56,6 +57,8 @@ class Group:
 
 class WaitingGroups(WholeRollout):
     """Rollouts until groups that teach fill the batch; those beyond it wait."""
+
+    field = "algorithm.dynamic_sampling"
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -121,7 +124,16 @@ class WaitingGroups(WholeRollout):
         self.groups.kept_rows = assemble(sources, self.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         metrics |= Stats.total([x.stats for x in done]).metrics()
-        return TrainBatch(prompts, rollout, rewards, metrics, state.step, state.epoch, ended=ended)
+        return TrainBatch(
+            prompts,
+            rollout,
+            rewards,
+            metrics,
+            state.step,
+            state.epoch,
+            stale=stale > 0,
+            ended=ended,
+        )
 
     def arrays(self) -> Rollout | None:
         return self.groups.arrays()

@@ -44,11 +44,10 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
-from specrl_jax.sharding import move, rollout_mesh
+from specrl_jax.sharding import move
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.rollout_queue import RolloutQueue
-from specrl_jax.training.slots import collector_of, generate_of
+from specrl_jax.training.slots import collector_of, generate_of, source_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
@@ -71,6 +70,7 @@ def build(config) -> tuple[Run, Params]:
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
+    source = source_of(config)
     run = Run(
         config=config,
         dataset=dataset,
@@ -86,7 +86,8 @@ def build(config) -> tuple[Run, Params]:
         collector=collector_of(config),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
-        rollout_mesh=rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor),
+        source=source,
+        rollout_mesh=source.rollout_mesh(config),
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
@@ -319,7 +320,7 @@ def _new_state(
     return RunState(
         policy_state=policy_state,
         rollout=rollout,
-        queue=RolloutQueue(run, rollout.stream.find),
+        source=run.source(run, rollout.stream),
         origin=origin,
         reference=reference,
     )

@@ -24,27 +24,10 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
     turn_metrics,
 )
-from specrl_jax.training.responses import Responses, Taken, Turns, mean_by_function
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.responses import Responses, Taken, mean_by_function
 from specrl_jax.training.state import RolloutState, Run
-from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainBatch:
-    """Q groups that a step trains on, G rows each."""
-
-    prompts: Prompts
-    rollout: Rollout
-    rewards: np.ndarray  # float32 [Q * G]
-    metrics: dict[str, float]  # of the rollouts
-    step: int  # the step that trains on the batch
-    epoch: int  # the epoch in which the rollouts began
-    rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
-    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
-    by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turns: Turns | None = None  # of episodes; None where groups wait
-    # bool [Q * G], responses that came to an end; the length cut the others. None: all came
-    ended: np.ndarray | None = None
+from specrl_jax.types import Drafts, Prompts, Source, StatePart
 
 
 class WholeRollout(StatePart):
@@ -181,8 +164,6 @@ def make_train_batch(
     metrics["data/prompts_seen"] = state.prompts_seen
     metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    if run.config.rollout.staleness and state.step > 1:
-        metrics["rollout/stale_fraction"] = 1.0
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.draft_lens for x in rollouts)

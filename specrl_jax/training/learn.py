@@ -28,7 +28,7 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
-from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.description import critic_only_steps
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch, Rollout, Source
@@ -61,7 +61,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         )
         batch = dataclasses.replace(batch, importance_weights=weights)
     metrics |= _update_by_mini_batches(run, state, batch, collected)
-    if collected.metrics.get("rollout/stale_fraction"):
+    if collected.stale:
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         metrics.pop("policy/rollout_train_logprob_gap", None)
     return metrics

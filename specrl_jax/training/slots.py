@@ -5,16 +5,21 @@ from collections.abc import Callable
 from specrl_jax import recipes
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.state import BatchSource
 
 
 def collector_of(config) -> type[WholeRollout]:
-    return recipes.chosen("COLLECTOR", config) or WholeRollout
+    return recipes.chosen(config, "COLLECTOR", WholeRollout)
 
 
 def generate_of(config) -> Callable[..., RolloutResult]:
     """Return what rolls rows out, called as `generate` is."""
-    recipe = recipes.chosen("ROLL_OUT", config)
+    recipe = recipes.chosen(config, "ROLL_OUT", None)
     return recipe.from_config(config) if recipe else generate
+
+
+def source_of(config) -> type[BatchSource]:
+    return recipes.chosen(config, "SOURCE", BatchSource)
 
 
 def trained_group_size(config) -> int:

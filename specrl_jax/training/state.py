@@ -5,7 +5,9 @@ a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A col
 part (`collect`).
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
@@ -52,6 +55,7 @@ class Run:
     collector: type  # `collect.WholeRollout`, or a subclass; `RolloutState` holds the object
     total_steps: int
     key: jax.Array
+    source: "type[BatchSource]"  # makes that of the state
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
 
     @property
@@ -162,9 +166,9 @@ class RunOrigin(StatePart):
 class RolloutState:
     """Parts of the state that rollouts change, on the mesh of rollouts; None: the part is off.
 
-    Where rollouts have a thread of their own (`rollout_queue`), that thread alone touches these
-    parts, and the main thread alone touches the rest of `RunState`. The main thread saves all parts
-    between two steps of the loop, when no rollout is under way.
+    Where rollouts have a thread of their own, that thread alone touches these parts, and the main
+    thread alone touches the rest of `RunState`. The main thread saves all parts between two steps
+    of the loop, when no rollout is under way.
     """
 
     key: jax.Array  # of the run
@@ -218,7 +222,7 @@ class RunState:
 
     policy_state: PolicyState
     rollout: RolloutState
-    queue: Any  # `rollout_queue.RolloutQueue`: batches whose update comes later
+    source: "BatchSource"
     origin: RunOrigin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
@@ -281,4 +285,54 @@ class RunState:
             if name in host:
                 owner = self if name in vars(self) else self.rollout
                 setattr(owner, name, part.restore(host[name], arrays.get(name, {})))
-        self.rollout.step = self.step + len(self.queue)
+        self.rollout.step = self.step + self.source.ahead
+
+
+# Rolls out until there is a batch, with the weights that it is given.
+Collect = Callable[[Run, RolloutState, Params], tuple[TrainBatch, Sequence[Responses]]]
+# Records the responses of a batch's rollouts.
+Record = Callable[[TrainBatch, Sequence[Responses]], None]
+
+
+class BatchSource(contextlib.AbstractContextManager):
+    """Source of the steps' batches: each is collected as its step begins.
+
+    A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
+    a `StatePart`.
+    """
+
+    ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
+
+    @staticmethod
+    def rollout_mesh(config: Any) -> jax.sharding.Mesh:
+        """Make the mesh of rollouts; the mesh in use is of updates."""
+        return jax.sharding.get_mesh()
+
+    @staticmethod
+    def most_ahead(config: Any) -> int:
+        """Return how many steps' rollouts may wait for their update."""
+        return 0
+
+    @staticmethod
+    def describe(run: Run) -> str:
+        """Describe in a line where batches come from; "" where there is nothing to say."""
+        return ""
+
+    def __init__(self, run: Run, stream: PromptStream):
+        """Make the source of a new state, whose prompts are those of `stream`."""
+
+    def next(self, run: Run, state: RunState, collect: Collect, record: Record) -> TrainBatch:
+        """Return the batch of the step that begins, on the mesh in use."""
+        batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
+        record(batch, rollouts)
+        return batch
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""
+        return function(*args)
+
+    def settle(self, record: Record) -> None:
+        """Wait until no rollout is under way."""
+
+    def __exit__(self, *_: object) -> None:
+        """End what is under way."""

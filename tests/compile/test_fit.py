@@ -8,6 +8,7 @@ import small_runs
 
 from specrl_jax.compile import fit, memory, programs
 from specrl_jax.compile.shapes import RolloutShapes, device_bytes, of_config
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
 from specrl_jax.train import train
 
@@ -122,7 +123,7 @@ def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         programs, "compile_run", lambda *args: None
     )  # which needs more, and says it
-    train(config, tmp_path)
+    train(config, tmp_path, hooks=StandardHooks())
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("rollout: ")]
     assert line.startswith("rollout: 8 of 32 rows at once, 8 on each shard; their cache takes ")

@@ -13,8 +13,8 @@ from specrl_jax.algorithms import scoring
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.training import learn
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.build import build
-from specrl_jax.training.collect import TrainBatch
 from specrl_jax.types import Batch, Prompts, Source
 
 

@@ -1,5 +1,6 @@
 """Rollouts ahead of the update: by which weights, on which mesh, resumed, and after errors."""
 
+import dataclasses
 import functools
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 from small_runs import assert_same_run, one_line, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.training.build import build, init_state
@@ -40,7 +42,7 @@ class StopAfter(StopRequest):
 
 def _train(workdir, mesh, changes, stop_after: int = -1, algorithm: str = "grpo"):
     with jax.set_mesh(mesh), StopAfter(stop_after) as stop:
-        loop.train(small_config(changes, algorithm), workdir, stop=stop)
+        loop.train(small_config(changes, algorithm), workdir, stop=stop, hooks=StandardHooks())
     return workdir
 
 
@@ -72,6 +74,7 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
             for step in range(1, STEPS + 1):
                 sampler = weights[max(0, step - 1 - staleness)]
                 batch, _ = loop.collect(run, state.rollout, sampler)
+                batch = dataclasses.replace(batch, stale=staleness > 0 and step > 1)
                 state.step = step
                 expected.append(update_policy(run, state, batch) | batch.metrics)
                 weights.append(jax.tree.map(jnp.copy, state.rollout_weights(run)))
@@ -80,10 +83,11 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
     for step, (line, values) in enumerate(zip(lines, expected, strict=True), start=1):
         known = {k: v for k, v in values.items() if not k.startswith(("time/", "compile/"))}
         line.pop("reward/eval", None)
+        stale = line.pop("rollout/stale_fraction", 0)
+        assert stale == (staleness > 0 and step > 1)
         generated += values["rollout/tokens_generated"]
         assert line.pop("data/tokens_generated") == generated
         assert line == {"step": step, "epoch": line["epoch"]} | known
-        assert line.get("rollout/stale_fraction", 0) == (staleness > 0 and step > 1)
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2, 3, 3]
 
 
