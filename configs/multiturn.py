@@ -38,7 +38,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.data.prompt_len = 4
     config.rollout.group_size = 16
     config.rollout.response_len = 12
-    config.rollout.accept = "ratio"
     config.updates.mini_batch_size = 512
     config.updates.learning_rate = 1e-3
     config.warmup.steps = 0
