@@ -83,7 +83,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Draft tokens of B rows: stored responses, or those of a run-ahead."""
+    """Draft tokens of B rows."""
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft
@@ -141,7 +141,7 @@ class Source(enum.IntEnum):
     DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     FORCED = 3  # from an environment
-    COPIED = 4  # of the row of its group that a row forked from
+    COPIED = 4  # of another row of its group, with which the row began
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
 """Responses to held-out prompts, and figures of them.
 
-The engine is training's; `Run.eval_spec` has no drafts, forks or truncation.
+The engine is training's; `Run.eval_spec` has no drafts.
 """
 
 import dataclasses
