@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,25 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
         "rollout.partial and rollout.staleness must not be set together, as each is the run's "
         "source, got 2 and 1; set one of them back"
     )
+
+
+# Words of recipes. The advantage that compares responses by the beginnings they share is not one yet.
+GUESTS = re.compile(
+    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
+)
+CORE = ("train.py", "types.py", "training", "rollout", "algorithms")
+
+
+def test_the_core_names_no_recipe():
+    package = ROOT / "specrl_jax"
+    files = [x for name in CORE for x in (package / name, *(package / name).rglob("*.py"))]
+    named = {
+        f"{file.relative_to(package)}: {word[0]}"
+        for file in files
+        if file.is_file() and file.name != "advantages.py"
+        for word in GUESTS.finditer(file.read_text())
+    }
+    assert not named
 
 
 @pytest.mark.slow

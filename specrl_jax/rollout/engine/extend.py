@@ -1,8 +1,8 @@
 """`extend` lets rows begin. It computes keys, values and states of a row's prompt, own tokens and
 draft, which are not in the cache yet.
 
-A row may hold tokens (of an earlier step, of an earlier turn) and a draft. The host packs the texts of
-many rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
+A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
+rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
 chunk, writes keys and values into free slots of the running batch, decides which draft tokens are
 accepted, and samples the token after them. `feed` decides in the same way on rows that go on in
 their slots.
