@@ -47,7 +47,7 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
     )
 
 
-# Words of recipes. The advantage that compares responses by the beginnings they share is not one yet.
+# Words of recipes. The advantage by shared beginnings, in advantages.py, is not one yet.
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
 )
