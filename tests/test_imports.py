@@ -181,10 +181,16 @@ def test_every_module_of_the_table_exists():
         ("rollout/drafts/sources", "from specrl_jax.rollout.engine.spec import RolloutSpec",
          ["rollout/drafts/sources:1: rollout/drafts imports rollout/engine/spec"]),
         ("train", "from specrl_jax.compile import fit", ["train:1: train imports compile/fit"]),
-        ("training/build", "from specrl_jax.recipes import chosen", []),
-        ("training/build", "from specrl_jax.recipes import staleness",
-         ["training/build:1: names a recipe"]),
     ],
 )  # fmt: skip
 def test_a_breach_is_found(file, source, breaches):
     assert violations(dict.fromkeys(FILES, "") | {file: source}) == breaches
+
+
+def test_no_module_names_a_recipe():
+    sources = dict.fromkeys([*FILES, "recipes/guest"], "")
+    recipes = "from specrl_jax.recipes import"
+    assert violations(sources | {"training/build": f"{recipes} chosen"}) == []
+    for file in ("training/build", "hooks", "recipes/other"):
+        breaches = violations(sources | {file: f"{recipes} guest"})
+        assert breaches == [f"{file}:1: names a recipe"]

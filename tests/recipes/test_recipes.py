@@ -10,7 +10,7 @@ import sys
 import types
 
 import pytest
-from small_runs import ROOT, one_line, records, small_config
+from small_runs import ONE_DEVICE, ROOT, one_line, records, small_config
 
 from specrl_jax import recipes
 
@@ -74,7 +74,7 @@ def test_the_project_works_without_it(tmp_path, name):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "specrl_jax" / "recipes" / f"{name}.py").unlink()
     path = os.pathsep.join(map(str, (tmp_path, tmp_path / "tests")))
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | ONE_DEVICE | {"PYTHONPATH": path}
 
     def run(*command: str) -> str:
         done = subprocess.run(

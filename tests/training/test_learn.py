@@ -1,5 +1,6 @@
 """Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
 
+import dataclasses
 import types
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.training import learn
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.build import build
+from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Batch, Prompts, Source
 
 
@@ -177,6 +178,20 @@ def test_eight_devices_take_the_same_rows(make_mesh, tmp_path, watched, changes)
         want = eight.scalars
         assert one.scalars["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
         assert one.scalars["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
+    """Its metric says the opposite here, and decides nothing."""
+    run, params = build(small_config({"updates.old_logprobs": "recompute"}))
+    state = init_state(run, params)
+    with run.responder.pool:
+        batch, _ = loop.collect(run, state.rollout, state.rollout_weights(run))
+    state.step = 1
+    share = {"rollout/stale_fraction": float(not stale)}
+    batch = dataclasses.replace(batch, stale=stale, metrics=batch.metrics | share)
+    metrics = learn.update_policy(run, state, batch)
+    assert ("policy/rollout_train_logprob_gap" in metrics) == (not stale)
 
 
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
