@@ -55,7 +55,7 @@ class EpisodeResponder(Responder):
     ) -> Responses:
         """Return the episodes, which all came to an end, with what they earned."""
         played = taken.result
-        tokens, lens = hosts.fetch((played.rollout.tokens, played.rollout.lens))
+        tokens, lens = hosts.fetch((played.rollout.tokens.ids, played.rollout.lens))
         return Responses(
             prompts,
             taken.groups,

@@ -28,7 +28,7 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
-from specrl_jax.types import Source, TokenColumns
+from specrl_jax.types import Source
 
 
 class EpisodeRollout:
@@ -57,7 +57,7 @@ class EpisodeRollout:
         Returns tokens int32 [B, R], lens int32 [B], and bool [B], rows whose turn has ended.
         """
         rows = self.scheduler.run_turns(share)
-        tokens, lens, ended = hosts.fetch((rows.tokens, rows.lens, rows.done))
+        tokens, lens, ended = hosts.fetch((rows.tokens.ids, rows.lens, rows.done))
         return tokens[:, : self.spec.response_slots], lens, ended
 
     def go_on(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
@@ -171,18 +171,19 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
 
     No policy drew these tokens. The rows go on with another turn.
     """
-    columns = all_rows.tokens.shape[1]
+    columns = all_rows.tokens.ids.shape[1]
     positions = jnp.arange(columns)[None, :]
     ends = all_rows.lens + jnp.where(answered, lens, 0)
     new = (positions >= all_rows.lens[:, None]) & (positions < ends[:, None])
-    wide = jnp.pad(all_rows.tokens, ((0, 0), (0, tokens.shape[1])))
+    wide = jnp.pad(all_rows.tokens.ids, ((0, 0), (0, tokens.shape[1])))
     moved = write_slots(wide, tokens, all_rows.lens)[:, :columns]
 
     def clear(x: Array) -> Array:
         return jnp.where(jnp.expand_dims(new, tuple(range(2, x.ndim))), jnp.zeros_like(x), x)
 
-    cleared = jax.tree.map(clear, TokenColumns.of(all_rows))
-    written = jnp.where(new, moved, all_rows.tokens)
+    cleared = jax.tree.map(clear, all_rows.tokens)
+    written = jnp.where(new, moved, all_rows.tokens.ids)
+    sources = jnp.where(new, jnp.int8(Source.FORCED), all_rows.tokens.sources)
     last = read_slots(written, jnp.maximum(ends - 1, 0), 1)[:, 0]
     return dataclasses.replace(
         all_rows,
@@ -190,6 +191,5 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
         turn_starts=jnp.where(answered, ends, all_rows.turn_starts),
         last=jnp.where(answered, last, all_rows.last),
         done=all_rows.done & ~answered,
-        sources=jnp.where(new, jnp.int8(Source.FORCED), all_rows.sources),
-        **vars(cleared) | {"tokens": written},
+        tokens=dataclasses.replace(cleared, ids=written, sources=sources),
     )

@@ -28,8 +28,8 @@ ShareFunction = Callable[[Array], Array]
 
 def _accepted_mask(rollout: Rollout) -> Array:
     """Return bool [B, R], tokens accepted from earlier responses."""
-    inside = jnp.arange(rollout.tokens.shape[1])[None, :] < rollout.lens[:, None]
-    return inside & (rollout.sources == Source.REUSED)
+    inside = jnp.arange(rollout.tokens.ids.shape[1])[None, :] < rollout.lens[:, None]
+    return inside & (rollout.tokens.sources == Source.REUSED)
 
 
 def measure(
@@ -51,7 +51,8 @@ def measure(
 @functools.partial(jax.jit, static_argnames="lenient_share")
 def _measure(rollout: Rollout, lenient_share: ShareFunction | None) -> dict[str, Array]:
     mask = _accepted_mask(rollout)
-    log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
+    tokens = rollout.tokens
+    log_ratio = jnp.where(mask, tokens.sampling_logprobs - tokens.draft_logprobs, 0.0)
     # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Accepted tokens are distributed as
     # min(π_old, ℓπ) instead.
     divergence = jnp.expm1(log_ratio) - log_ratio
@@ -97,8 +98,9 @@ def importance_weights(
     rejected_mass: d.
     weight: Of the acceptance rule in force; None where the rule emits exactly π.
     """
+    tokens = rollout.tokens
     if weight is None:
-        return jnp.ones_like(rollout.sampling_logprobs)
-    log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
+        return jnp.ones_like(tokens.sampling_logprobs)
+    log_ratio = tokens.sampling_logprobs - tokens.draft_logprobs
     weights = weight(log_ratio, rejected_mass)
     return jnp.where(_accepted_mask(rollout), weights, 1.0)

@@ -52,16 +52,17 @@ def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> B
 def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout, keep_mask: bool) -> Batch:
     """Make the batch of prompts on the host by one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
+    tokens = rollout.tokens
     support = None
     if keep_mask:
-        support = jnp.where(jnp.isneginf(rollout.top_logprobs), -1, rollout.top_ids)
+        support = jnp.where(jnp.isneginf(tokens.top_logprobs), -1, tokens.top_ids)
     return Batch(
-        tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, rollout.tokens),
+        tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, tokens.ids),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
-        old_logprobs=rollout.sampling_logprobs if keep_mask else rollout.policy_logprobs,
-        forced=rollout.sources == Source.FORCED,
-        advantages=jnp.zeros_like(rollout.policy_logprobs),
+        old_logprobs=tokens.sampling_logprobs if keep_mask else tokens.policy_logprobs,
+        forced=tokens.sources == Source.FORCED,
+        advantages=jnp.zeros_like(tokens.policy_logprobs),
         support=support,
     )
 

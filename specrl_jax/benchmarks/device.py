@@ -270,7 +270,7 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    history = as_history(rollout.tokens, rollout.lens, GROUP)
+    history = as_history(rollout.tokens.ids, rollout.lens, GROUP)
     for width in (1, size.max_width):
         case = plain if width == 1 else _case(size, width=width, history=history)
         steps = run_case(case).stats.decode_steps  # compiles
@@ -302,7 +302,8 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
-    verified = _case(size, drafts=Drafts.of(_case(size)().rollout))
+    rollout = _case(size)().rollout
+    verified = _case(size, drafts=Drafts(rollout.tokens, rollout.lens))
     prompts = size.rows // GROUP * size.prompt_len
     drafted = size.rows * size.response_len
     flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)

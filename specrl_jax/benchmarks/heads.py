@@ -90,7 +90,7 @@ def _accepted(
     for index, (label, case) in enumerate(cases.items()):
         timed = [times[index] for times in rounds]
         row = {"step": state.step, "drafts": label, "row_steps": timed[0].stats.row_steps}
-        differ = np.any(timed[0].rollout.tokens != plain.rollout.tokens, axis=1)
+        differ = np.any(timed[0].rollout.tokens.ids != plain.rollout.tokens.ids, axis=1)
         row["rows_that_differ"] = int(np.sum(differ))
         row["seconds"] = spread(x.seconds for x in timed)
         against = [x.seconds / times[0].seconds for x, times in zip(timed, rounds)]

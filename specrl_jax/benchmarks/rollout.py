@@ -34,7 +34,7 @@ from specrl_jax.rollout.generate import generate, time_decoding
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, Tokens
 
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
@@ -346,13 +346,18 @@ def make_drafts(
 
     One is for previous drafts, the other for tree drafts.
     """
-    tokens = corrupt(rollout.tokens, rate, vocab, rng)
-    copies = corrupt(rollout.tokens, rate, vocab, rng)
-    logprobs = put(rollout.sampling_logprobs, "batch", None)
+    tokens = corrupt(rollout.tokens.ids, rate, vocab, rng)
+    copies = corrupt(rollout.tokens.ids, rate, vocab, rng)
+    logprobs = put(rollout.tokens.sampling_logprobs, "batch", None)
     steps = put(np.zeros_like(tokens), "batch", None)
     lens = put(rollout.lens, "batch")
-    previous = Drafts(put(tokens, "batch", None), lens, logprobs, logprobs, steps)
-    return previous, as_history(copies, rollout.lens, GROUP)
+    drafted = Tokens(
+        put(tokens, "batch", None),
+        sampling_logprobs=logprobs,
+        origin_logprobs=logprobs,
+        origin_steps=steps,
+    )
+    return Drafts(drafted, lens), as_history(copies, rollout.lens, GROUP)
 
 
 def as_history(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> DraftHistory:

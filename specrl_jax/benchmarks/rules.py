@@ -46,8 +46,9 @@ class _Case:
         if not self.drafted:
             return {}
         if not self.spec.draft_source:
-            return {"drafts": Drafts.of(written), "log_lenience": math.log(self.lenience)}
-        tokens = np.asarray(written.tokens)
+            drafts = Drafts(written.tokens, written.lens)
+            return {"drafts": drafts, "log_lenience": math.log(self.lenience)}
+        tokens = np.asarray(written.tokens.ids)
         lens = np.asarray(written.lens)
         return {"history": as_history(tokens, lens, self.spec.group_size)}
 

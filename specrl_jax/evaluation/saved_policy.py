@@ -101,7 +101,7 @@ class SavedPolicy:
         prompts = self.prompts(prompt)
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
         rollout = generate(spec, weights, Requests(prompts, self.noise(number))).rollout
-        tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
+        tokens, lens = jax.device_get((rollout.tokens.ids, rollout.lens))
         ids = tokens[0, : lens[0]].tolist()
         decode = self.tokenizer.decode
         return (

@@ -86,7 +86,7 @@ class RunningAhead(WholeRollout):
         count = len(prompts.lens)
         order = _order(count // 2)
         groups = (count // 2, 1, -1)
-        ahead_tokens = reshard(self.begun.tokens, None, None)
+        ahead_tokens = reshard(self.begun.tokens.ids, None, None)
         ahead_tokens = ahead_tokens.reshape(*groups, ahead_tokens.shape[1])
         ahead_lens = reshard(self.begun.lens, None).reshape(groups)
         if not self._is_of(prompts):

@@ -123,7 +123,7 @@ class _Groups:
         draft_lens: int32 [B], draft tokens that rows were given so far.
         """
         groups, size = self.lens.shape
-        tokens, lens = hosts.fetch((rollout.tokens, rollout.lens))
+        tokens, lens = hosts.fetch((rollout.tokens.ids, rollout.lens))
         ended = (lens == self.spec.response_slots) | self.spec.ended(tokens, lens)
         ended = ended.reshape(groups, size)
         parents = plan_forks(self.waiting, ended, self.forks.branches)
@@ -175,11 +175,11 @@ def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
     taken = take_rows(rollout, parents)
     own = reshard(parents == jnp.arange(len(parents)), "batch")
     lens = reshard(lens, "batch")
-    copied = jnp.arange(rollout.tokens.shape[1])[None, :] < lens[:, None]
+    copied = jnp.arange(rollout.tokens.ids.shape[1])[None, :] < lens[:, None]
     sources = jnp.where(copied, jnp.int8(Source.COPIED), jnp.int8(Source.SAMPLED))
-    return dataclasses.replace(
-        taken,
+    sources = where_rows(own, taken.tokens.sources, sources)
+    return Rollout(
+        tokens=dataclasses.replace(taken.tokens, sources=sources),
         lens=jnp.where(own, taken.lens, lens),
         prefix_lens=jnp.where(own, taken.prefix_lens, 0),
-        sources=where_rows(own, taken.sources, sources),
     )

@@ -29,7 +29,7 @@ from jax import Array
 from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
-from specrl_jax.types import TokenColumns
+from specrl_jax.types import Tokens
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -39,7 +39,7 @@ class DraftTokens:
     """Draft tokens of b rows at t positions, and the numbers that rules compare them with."""
 
     lens: Array  # int32 [b], tokens that count: the first ones
-    stored: TokenColumns  # [b, t], with the stored log-probs under π_old
+    stored: Tokens  # [b, t], with the stored log-probs under π_old
     uniforms: Array  # float32 [b, t] in (0, 1]
 
 
@@ -111,19 +111,19 @@ class AcceptanceRule:
 
     def look(
         self, draft: DraftTokens, policy: TokenDistributions | FusedDistributions
-    ) -> tuple[Array, TokenColumns, Any]:
+    ) -> tuple[Array, Tokens, Any]:
         """Look at t draft tokens of each row; all draft tokens before them were kept.
 
         policy: π at the t positions. Returns how many of the tokens are kept, int32 [b]; the
         columns [b, t] that the row gets for kept tokens; and evidence for `decide`, a pytree of
         arrays [b, t, ...].
         """
-        now = policy.score(draft.stored.tokens)
+        now = policy.score(draft.stored.ids)
         threshold = self.accept_threshold(draft.uniforms, draft.stored.sampling_logprobs)
         return count_leading(now.sampling_logprobs >= threshold, draft.lens), now, ()
 
     def decide(
-        self, draft: DraftTokens, kept: Array, now: TokenColumns, evidence: Any
+        self, draft: DraftTokens, kept: Array, now: Tokens, evidence: Any
     ) -> tuple[Array, Residual | None]:
         """Decide on whole drafts; `look` has seen each one up to a rejection or its end.
 
@@ -199,7 +199,7 @@ class Block(AcceptanceRule):
 
     def look(self, draft, policy):
         # A prefix may be kept although a shorter one is not: the whole draft is looked at.
-        now = policy.score(draft.stored.tokens)
+        now = policy.score(draft.stored.ids)
         return draft.lens, now, logprobs_at(policy.truncated, draft.stored.top_ids)
 
     def decide(self, draft, kept, now, evidence):
@@ -210,10 +210,10 @@ class Block(AcceptanceRule):
             stored.sampling_logprobs,
             evidence,
             stored.top_logprobs,
-            jnp.any(stored.tokens[..., None] == stored.top_ids, axis=-1),
+            jnp.any(stored.ids[..., None] == stored.top_ids, axis=-1),
             draft.lens,
         )
-        here = jnp.minimum(kept, stored.tokens.shape[1] - 1)
+        here = jnp.minimum(kept, stored.ids.shape[1] - 1)
         top_ids = read_slots(stored.top_ids, here, 1)
         top_logprobs = read_slots(stored.top_logprobs, here, 1)
         return kept, Residual(top_ids, top_logprobs, other_tokens[:, None], log_scale[:, None])
@@ -229,7 +229,7 @@ class Match(AcceptanceRule):
 
     def look(self, draft, policy):
         sampled = policy.sample()
-        return count_leading(sampled.tokens == draft.stored.tokens, draft.lens), sampled, ()
+        return count_leading(sampled.ids == draft.stored.ids, draft.lens), sampled, ()
 
 
 MATCH = Match()

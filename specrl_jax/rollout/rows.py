@@ -27,6 +27,7 @@ from specrl_jax.sharding import (
     take_own_rows,
     take_rows,
 )
+from specrl_jax.types import Tokens
 
 PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 
@@ -47,12 +48,7 @@ class Rows:
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]
     idle: Array  # bool [b], rows that nobody waits for
-    tokens: Array  # int32 [b, C]
-    policy_logprobs: Array  # float32 [b, C]
-    sampling_logprobs: Array  # float32 [b, C]
-    sources: Array  # int8 [b, C], a `Source` each
-    top_ids: Array | None = None  # int32 [b, C, k], likeliest tokens, where they are stored
-    top_logprobs: Array | None = None  # float32 [b, C, k]
+    tokens: Tokens  # [b, C], without origins
     # [b, D], the policy's state that chose `last`, in the compute type; with a draft head.
     last_state: Array | None = None
 

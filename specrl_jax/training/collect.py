@@ -164,7 +164,7 @@ def make_train_batch(
     metrics["data/prompts_seen"] = state.prompts_seen
     metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
+    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.tokens.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.draft_lens for x in rollouts)
     tokens = _joined(x.tokens for x in rollouts)

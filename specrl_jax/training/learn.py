@@ -72,9 +72,9 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
     head = state.policy_state.draft_head
     if head is None or head.counts is None:
         return
-    lens, sources = hosts.fetch((rollout.lens, rollout.sources))
+    lens, sources = hosts.fetch((rollout.lens, rollout.tokens.sources))
     own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
-    counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
+    counts = count_tokens(head.counts, rollout.tokens.ids, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
     state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
 
@@ -94,7 +94,7 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
         rewards = np.stack([collected.by_function[name] for name in names], axis=1)
     if not settings.overlong_tokens:
         return rewards, {}
-    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.sources))
+    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.tokens.sources))
     lens = lens - np.sum(sources == Source.FORCED, axis=1)  # the policy's own tokens
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)

@@ -142,7 +142,7 @@ class Responder:
         """Score the responses of the groups that are taken. prompts: of the whole rollout."""
         with clock.timed("time/rollout"):
             prompts, result = taken.select(prompts)
-            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+            tokens, lens = hosts.fetch((result.rollout.tokens.ids, result.rollout.lens))
         with clock.timed("time/reward"):
             ended = spec.ended(tokens, lens)
             in_thought = np.repeat(self.begins_thoughts(prompts), spec.group_size)

@@ -20,10 +20,8 @@ from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
 from specrl_jax.types import Prompts, Source
 
-# Fields of a rollout that no record holds.
-_NOT_RECORDED = (
-    "sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs",
-)  # fmt: skip
+# Columns of a response's tokens that records hold, beside the ids.
+_RECORDED = "policy_logprobs", "sources", "origin_steps"
 _MAX_SHOWN = 240  # characters of a text on the console
 _MAX_TURNS = 12  # turns and answers of an episode on the console
 
@@ -119,7 +117,8 @@ class RunLog(contextlib.AbstractContextManager):
             return
         parts = []
         for x in rollouts:
-            rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
+            tokens = x.rollout.tokens.only(*_RECORDED)
+            rollout = dataclasses.replace(x.rollout, tokens=tokens)
             rewards = x.rewards
             on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
             recorded = Recorded(*on_host, x.ended, x.turns)
@@ -136,7 +135,7 @@ class RunLog(contextlib.AbstractContextManager):
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
         self.show(f"step {self._step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
-        sources = hosts.fetch(responses.rollout.sources) if responses.turns else None
+        sources = hosts.fetch(responses.rollout.tokens.sources) if responses.turns else None
         for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
             row = group * responses.group_size + sample
             parts = [f"{name} {x[row]:.3g}" for name, x in responses.rewards.by_function.items()]

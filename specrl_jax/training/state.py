@@ -204,7 +204,7 @@ class RolloutState:
         self.collector.observe(self, responses)
         noise_steps = requests.noise.noise_steps[responses.groups]
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
-        tokens, lens = hosts.fetch((previous.tokens, previous.lens))
+        tokens, lens = hosts.fetch((previous.tokens.ids, previous.lens))
         rows = responses.row_ids
         return dataclasses.replace(
             responses, previous=(tokens[rows], lens[rows]), on_kept_noise=kept.reshape(-1)

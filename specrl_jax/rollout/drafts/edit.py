@@ -14,8 +14,8 @@ from specrl_jax.types import Drafts, Rollout
 
 
 def as_drafts(responses: Rollout | Drafts) -> Drafts:
-    """Return responses as drafts for the match rule, which reads tokens and lengths alone."""
-    return Drafts(responses.tokens, responses.lens)
+    """Return responses as drafts for the match rule, which reads ids and lengths alone."""
+    return Drafts(responses.tokens.only(), responses.lens)
 
 
 @jax.jit
@@ -40,14 +40,14 @@ def turn_drafts(
     holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used
     with `holds` alone.
     """
-    slots = drafts.tokens.shape[1]
+    slots = drafts.tokens.ids.shape[1]
     positions = jnp.arange(slots)[None, :]
     begin = jnp.zeros_like(drafts.lens) if holds is None else holds.lens
     same = drafts.lens > begin
     if holds is not None:
-        differ = (drafts.tokens != holds.tokens[:, :slots]) & (positions < begin[:, None])
+        differ = (drafts.tokens.ids != holds.tokens.ids[:, :slots]) & (positions < begin[:, None])
         same &= ~jnp.any(differ, axis=1) & ~done
-    own = jnp.where(positions < begin[:, None], NOTHING, drafts.tokens)
+    own = jnp.where(positions < begin[:, None], NOTHING, drafts.tokens.ids)
     before = ((0, 0), (stop.window if stop else 0, 0))
     ends = turn_ends(eos_ids, stop, jnp.pad(own, before, constant_values=NOTHING))
     ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.sharding import axes, put, reshape, shards
-from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
+from specrl_jax.types import Drafts, Prompts, Rollout, StatePart, Tokens
 
 # N is a multiple of this. Meshes whose pieces divide it have arrays of one shape, so that a run can
 # be resumed on another of them.
@@ -36,20 +36,9 @@ class Stored:
     acceptance rule reads, E >= A generations keep tokens and lengths.
     """
 
-    tokens: Array  # int32 [E, N, G, R]
+    tokens: Tokens  # ids [E, N, G, R], all else [A, N, G, R] and [A, N, G, R, k]
     lens: Array  # int32 [E, N, G], 0 where nothing is stored
     steps: Array  # int32 [E, N, G], when the response was stored
-    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]; None where they are not kept:
-    sampling_logprobs: Array | None = None
-    origin_logprobs: Array | None = None
-    origin_steps: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
-
-    @classmethod
-    def of(cls, rollout: Rollout, steps: Array) -> "Stored":
-        """Take the rollout's responses [B], stored in `steps` int32 [B]."""
-        return cls(**vars(Drafts.of(rollout)), steps=steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +64,16 @@ class StoreShape:
             return jnp.zeros(shape, dtype, out_sharding=_layout(len(shape)))
 
         slots = self.response_slots
-        drafts = {}
+        columns = {}
         if self.logprobs:
-            drafts["sampling_logprobs"] = array(jnp.float32, self.generations, slots)
-            drafts["origin_logprobs"] = array(jnp.float32, self.generations, slots)
-            drafts["origin_steps"] = array(jnp.int32, self.generations, slots)
+            columns["sampling_logprobs"] = array(jnp.float32, self.generations, slots)
+            columns["origin_logprobs"] = array(jnp.float32, self.generations, slots)
+            columns["origin_steps"] = array(jnp.int32, self.generations, slots)
         if self.k:
-            drafts["top_ids"] = array(jnp.int32, self.generations, slots, self.k)
-            drafts["top_logprobs"] = array(jnp.float32, self.generations, slots, self.k)
-        return Stored(
-            tokens=array(jnp.int32, kept, slots),
-            lens=array(jnp.int32, kept),
-            steps=array(jnp.int32, kept),
-            **drafts,
-        )
+            columns["top_ids"] = array(jnp.int32, self.generations, slots, self.k)
+            columns["top_logprobs"] = array(jnp.float32, self.generations, slots, self.k)
+        tokens = Tokens(ids=array(jnp.int32, kept, slots), **columns)
+        return Stored(tokens, lens=array(jnp.int32, kept), steps=array(jnp.int32, kept))
 
 
 class DraftStore(StatePart):
@@ -142,9 +127,8 @@ class DraftStore(StatePart):
         """
         names = [e.key for e in prompts.examples]
         slots, reassigned = self._take(names)
-        newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
-        not_kept = [name for name, array in vars(self._arrays).items() if array is None]
-        newest = dataclasses.replace(newest, **dict.fromkeys(not_kept))
+        tokens = rollout.tokens.like(self._arrays.tokens)
+        newest = Stored(tokens, rollout.lens, np.full(rollout.lens.shape, step, np.int32))
         self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:
@@ -235,7 +219,7 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
         rows = _keep(pick(array), young)
         return reshape(rows, (-1, *rows.shape[2:]), "batch", *(None,) * (rows.ndim - 2))
 
-    return jax.tree.map(draft, Drafts.of(stored))
+    return jax.tree.map(draft, Drafts(stored.tokens, stored.lens))
 
 
 @jax.jit
@@ -248,7 +232,7 @@ def pick_history(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
         return jnp.swapaxes(rows, 0, 1)
 
     young = pick(stored.steps) >= _whole(oldest)[:, None, None]
-    return _keep(pick(stored.tokens), young), _keep(pick(stored.lens), young)
+    return _keep(pick(stored.tokens.ids), young), _keep(pick(stored.lens), young)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

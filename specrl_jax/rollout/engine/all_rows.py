@@ -17,7 +17,7 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather, where_rows
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
-from specrl_jax.types import Drafts, Rollout, Source, TokenColumns
+from specrl_jax.types import Drafts, Rollout, Source
 
 
 class RowStarts(NamedTuple):
@@ -71,6 +71,9 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
     samples = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), len(last) // group_size)
     samples = reshard(samples, "batch")
     empty = Rollout.empty(len(last), spec.columns, spec.stored_logprobs)
+    tokens = empty.tokens.only(
+        "policy_logprobs", "sampling_logprobs", "sources", "top_ids", "top_logprobs"
+    )
     last_state = None
     if spec.draft_head is not None:
         shape = (len(last), spec.model.embed_dim)
@@ -87,12 +90,7 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
         prefix_lens=empty.lens,
         done=done,
         idle=idle,
-        tokens=jnp.full_like(empty.tokens, spec.pad_id),
-        policy_logprobs=empty.policy_logprobs,
-        sampling_logprobs=empty.sampling_logprobs,
-        sources=empty.sources,
-        top_ids=empty.top_ids,
-        top_logprobs=empty.top_logprobs,
+        tokens=dataclasses.replace(tokens, ids=jnp.full_like(tokens.ids, spec.pad_id)),
         last_state=last_state,
     )
 
@@ -101,21 +99,20 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
 def write_held(all_rows: Rows, held: Rollout) -> Rows:
     """Return all rows with the tokens that they begin with, [B]."""
     have = held.lens > 0
-    margin = all_rows.tokens.shape[1] - held.tokens.shape[1]
+    margin = all_rows.tokens.ids.shape[1] - held.tokens.ids.shape[1]
 
     def write(old: Array, new: Array) -> Array:
         wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
         return where_rows(have, wide, old)
 
-    columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(held))
-    last = read_slots(columns.tokens, jnp.maximum(held.lens - 1, 0), 1)[:, 0]
+    tokens = jax.tree.map(write, all_rows.tokens, held.tokens.like(all_rows.tokens))
+    last = read_slots(tokens.ids, jnp.maximum(held.lens - 1, 0), 1)[:, 0]
     return dataclasses.replace(
         all_rows,
         lens=jnp.where(have, held.lens, all_rows.lens),
         last=jnp.where(have, last, all_rows.last),
         prefix_lens=jnp.where(have, held.prefix_lens, all_rows.prefix_lens),
-        sources=write(all_rows.sources, held.sources),
-        **vars(columns),
+        tokens=tokens,
     )
 
 
@@ -147,34 +144,31 @@ def read_rollout(
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
-    columns = jax.tree.map(lambda x: x[:, :slots], TokenColumns.of(rows))
-    sources = rows.sources[:, :slots]
-    policy = jnp.where(inside, columns.policy_logprobs, 0.0)
-    sampling = jnp.where(inside, columns.sampling_logprobs, 0.0)
+    tokens = jax.tree.map(lambda x: x[:, :slots], rows.tokens)
+    policy = jnp.where(inside, tokens.policy_logprobs, 0.0)
+    sampling = jnp.where(inside, tokens.sampling_logprobs, 0.0)
     sampling = jnp.where(jnp.isneginf(sampling), CUT_OFF_LOGPROB, sampling)
     origin_logprobs = policy
-    origin_steps = jnp.zeros_like(columns.tokens) + step
+    origin_steps = jnp.zeros_like(tokens.ids) + step
     draft_logprobs = sampling
     if drafts is not None and not spec.accept.samples_anew:
-        reused = inside & (sources == Source.REUSED)
-        origin_logprobs = jnp.where(reused, drafts.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(reused, drafts.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, draft_logprobs)
+        reused = inside & (tokens.sources == Source.REUSED)
+        origin_logprobs = jnp.where(reused, drafts.tokens.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(reused, drafts.tokens.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(reused, drafts.tokens.sampling_logprobs, draft_logprobs)
     if held is not None:
         before = positions < held.lens[:, None]
-        origin_logprobs = jnp.where(before, held.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(before, held.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(before, held.draft_logprobs, draft_logprobs)
-    return Rollout(
-        tokens=jnp.where(inside, columns.tokens, spec.pad_id),
-        lens=rows.lens,
-        prefix_lens=rows.prefix_lens,
+        origin_logprobs = jnp.where(before, held.tokens.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(before, held.tokens.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(before, held.tokens.draft_logprobs, draft_logprobs)
+    tokens = dataclasses.replace(
+        tokens,
+        ids=jnp.where(inside, tokens.ids, spec.pad_id),
         policy_logprobs=policy,
         sampling_logprobs=sampling,
+        sources=jnp.where(inside, tokens.sources, jnp.int8(Source.SAMPLED)),
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
         origin_steps=origin_steps,
-        sources=jnp.where(inside, sources, jnp.int8(Source.SAMPLED)),
         draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
-        top_ids=columns.top_ids,
-        top_logprobs=columns.top_logprobs,
     )
+    return Rollout(tokens, rows.lens, rows.prefix_lens)

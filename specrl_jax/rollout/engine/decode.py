@@ -31,7 +31,7 @@ from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
-from specrl_jax.types import Source, TokenColumns
+from specrl_jax.types import Source, Tokens
 
 _MOST = np.int32(np.iinfo(np.int32).max)
 
@@ -127,10 +127,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     hidden, cache = model(fed, start, cache)
     policy = policy_at(spec, rows, rows.lens, model, hidden)
     sampled = policy.sample()
-    accepted = count_leading(sampled.tokens == drafted, draft_len)
+    accepted = count_leading(sampled.ids == drafted, draft_len)
     new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
     if spec.draft_head is not None:
-        head_cache = drafting.correct(start, head_cache, hidden, sampled.tokens)
+        head_cache = drafting.correct(start, head_cache, hidden, sampled.ids)
         newest = jnp.maximum(emitted - 1, 0)
         last_state = read_slots(hidden, newest, 1)[:, 0]
         last_state = where_rows(rows.done, rows.last_state, last_state)
@@ -141,7 +141,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
         kept = jnp.sum(jnp.minimum(accepted, emitted), dtype=jnp.int32)
         counts += jnp.append(matched, kept)
         if spec.draft_source is not None:
-            draft_state = spec.draft_source.observe(draft_state, rows, sampled.tokens, emitted)
+            draft_state = spec.draft_source.observe(draft_state, rows, sampled.ids, emitted)
     return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
 
 
@@ -175,14 +175,14 @@ def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
     window = spec.stop_window
     if not window:
         return spec.turn_ends(new)
-    before = read_slots(jnp.pad(rows.tokens, ((0, 0), (window, 0))), rows.lens, window)
+    before = read_slots(jnp.pad(rows.tokens.ids, ((0, 0), (window, 0))), rows.lens, window)
     positions = rows.lens[:, None] + jnp.arange(-window, 0)[None, :]
     before = jnp.where(positions < rows.turn_starts[:, None], NOTHING, before)
     return spec.turn_ends(jnp.concatenate([before, new], axis=1))
 
 
 def append(
-    spec: RolloutSpec, rows: Rows, new: TokenColumns, from_draft: Array, kind: Source
+    spec: RolloutSpec, rows: Rows, new: Tokens, from_draft: Array, kind: Source
 ) -> tuple[Rows, Array]:
     """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
 
@@ -190,11 +190,11 @@ def append(
     draft tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens
     each got, int32 [b].
     """
-    width = new.tokens.shape[1]
+    width = new.ids.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     active = ~rows.done
     count = jnp.minimum(from_draft + 1, rows.max_lens - rows.lens)
-    ends = _ends(spec, rows, new.tokens) & (offsets < count[:, None])
+    ends = _ends(spec, rows, new.ids) & (offsets < count[:, None])
     count = jnp.where(active, jnp.minimum(count, count_leading(~ends, count) + 1), 0)
     lens = rows.lens + count
     column = jnp.where(active, rows.lens, spec.response_slots)
@@ -205,20 +205,19 @@ def append(
             return write_slots(wide, values, column)[:, : old.shape[1]]
         return write_slots(old, values, column)
 
-    columns = jax.tree.map(write, TokenColumns.of(rows), new)
-    sources = rows.sources
+    tokens = jax.tree.map(write, rows.tokens.like(new), new)
+    sources = rows.tokens.sources
     if width > 1:  # else it stays SAMPLED
         kept = jnp.minimum(from_draft, count)
         kinds = jnp.where(offsets < kept[:, None], kind, Source.SAMPLED)
         sources = write(sources, kinds.astype(jnp.int8))
-    last = read_slots(new.tokens, jnp.maximum(count - 1, 0), 1)[:, 0]
+    last = read_slots(new.ids, jnp.maximum(count - 1, 0), 1)[:, 0]
     ended = jnp.any(ends, axis=1) | (lens == rows.max_lens)
     rows = dataclasses.replace(
         rows,
         lens=lens,
         last=jnp.where(count > 0, last, rows.last),
         done=rows.done | (active & ended),
-        sources=sources,
-        **vars(columns),
+        tokens=dataclasses.replace(tokens, sources=sources),
     )
     return rows, count

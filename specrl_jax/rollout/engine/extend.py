@@ -41,7 +41,7 @@ from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
-from specrl_jax.types import Drafts, Source, TokenColumns
+from specrl_jax.types import Drafts, Source, Tokens
 
 
 class PackedTexts(NamedTuple):
@@ -296,11 +296,9 @@ def begin_rows(
     return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
-def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> TokenColumns:
+def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> Tokens:
     """Return the drafts [b, `slots`] of rows `row_ids` from token `lens` [b] on, then zeros."""
-    stored = TokenColumns(
-        drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
-    )
+    stored = drafts.tokens.only("sampling_logprobs", "top_ids", "top_logprobs")
     own = on_shards(take_own_rows, stored, jnp.maximum(row_ids, 0), like=stored)
 
     def align(x: Array) -> Array:
@@ -314,10 +312,10 @@ def _verify(
     spec: RolloutSpec,
     verify_width: int,
     rows: Rows,
-    stored: TokenColumns,
+    stored: Tokens,
     draft_len: Array,
     policy_after: Callable[[Array, int], TokenDistributions | FusedDistributions],
-) -> tuple[Array, Residual | None, TokenColumns]:
+) -> tuple[Array, Residual | None, Tokens]:
     """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
 
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
@@ -325,7 +323,7 @@ def _verify(
     stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
     int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
     """
-    slots = stored.tokens.shape[1]
+    slots = stored.ids.shape[1]
 
     def draft_at(first: Array | int, count: int) -> DraftTokens:
         positions = (rows.lens + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]

@@ -197,10 +197,10 @@ def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:
 
 def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:
     """Return int32 [b, `slots`]: each row's own tokens, then the rest of its draft."""
-    texts = jnp.pad(rows.tokens, ((0, 0), (0, slots)))[:, :slots]
+    texts = jnp.pad(rows.tokens.ids, ((0, 0), (0, slots)))[:, :slots]
     if drafts is None:
         return texts
-    drafted = on_shards(take_own_rows, drafts.tokens, jnp.maximum(row_ids, 0), like=texts)
+    drafted = on_shards(take_own_rows, drafts.tokens.ids, jnp.maximum(row_ids, 0), like=texts)
     drafted = jnp.pad(drafted, ((0, 0), (0, slots)))[:, :slots]
     inside = jnp.arange(slots)[None, :] < rows.lens[:, None]
     return jnp.where(inside, texts, drafted)

@@ -150,9 +150,9 @@ class Runner:
         group_size = self.spec.group_size
         tokens = np.zeros((len(self.lens), self.spec.response_slots), np.int32)
         if self.drafts is not None and self.draft_ends.any():
-            tokens = hosts.fetch(self.drafts.tokens)
+            tokens = hosts.fetch(self.drafts.tokens.ids)
         if self.lens.any():
-            own_tokens = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
+            own_tokens = hosts.fetch(self.all_rows.tokens.ids)[:, : tokens.shape[1]]
             inside = np.arange(tokens.shape[1]) < self.lens[:, None]
             tokens = np.where(inside, own_tokens, tokens)
         padded = np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1])))
@@ -281,7 +281,7 @@ class Runner:
         if self.draft_state_stale:
             self.write_back()
             rows = self.all_rows
-            self.draft_state = source.sync(self.draft_state, rows.tokens, rows.lens)
+            self.draft_state = source.sync(self.draft_state, rows.tokens.ids, rows.lens)
             self.draft_state_stale = False
         return self.draft_state
 
