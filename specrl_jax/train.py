@@ -17,7 +17,8 @@ from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.collect import make_train_batch, next_requests, roll_out
+from specrl_jax.training.batch_metrics import make_train_batch
+from specrl_jax.training.collect import next_requests, roll_out
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
