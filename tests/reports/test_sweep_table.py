@@ -4,7 +4,7 @@ import csv
 
 import pytest
 from matplotlib.figure import Figure
-from test_report_page import response, write_files
+from recorded_runs import response, write_files
 
 from specrl_jax.reports import sweep_table
 from specrl_jax.reports.report_charts import reward_limits
