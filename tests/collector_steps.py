@@ -97,7 +97,7 @@ def one_step(state: RolloutState, weights, stored=None) -> Step:
 
 
 def _unrewarded(prompts: Prompts, taken: Taken, result: RolloutResult) -> Responses:
-    tokens, lens = np.asarray(result.rollout.tokens), np.asarray(result.rollout.lens)
+    tokens, lens = np.asarray(result.rollout.tokens.ids), np.asarray(result.rollout.lens)
     rewards = Rewards.make_whole(np.zeros(len(lens)), [""] * len(lens))
     none = np.zeros(len(lens), bool)
     return Responses(

@@ -165,10 +165,10 @@ def test_the_first_step_is_that_of_one_device(one_device, tmp_path, make_mesh, s
             del record[name]  # with the padding of each shard
     assert of_mesh == pytest.approx(of_device, rel=1e-4, abs=1e-5)
     arrays, expected = saved(tmp_path, 1), saved(one_device, 1)
-    np.testing.assert_array_equal(arrays["store.tokens"], expected["store.tokens"])
+    np.testing.assert_array_equal(arrays["store.tokens.ids"], expected["store.tokens.ids"])
     # AdamW's first moment is the gradient. Its first change of a weight is nearly lr · sign(g),
     # and where g is noise, so is its sign: weights are compared, not their change.
-    for part in ("store.sampling_logprobs", ".mu.", "train.params."):
+    for part in ("store.tokens.sampling_logprobs", ".mu.", "train.params."):
         assert _distance(arrays, expected, part) <= 1e-5
 
 

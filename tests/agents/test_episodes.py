@@ -21,7 +21,7 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.responses import Responder
-from specrl_jax.types import Rollout, Source
+from specrl_jax.types import Rollout, Source, Tokens
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
 R, TURNS = 20, 4
@@ -69,10 +69,10 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
         ends_of_turns, rewards = [], []
         reward, done, is_cut = 0.0, False, False
         while place < n:
-            ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
+            ends = [i for i in range(place, n) if rollout.tokens.ids[row, i] in (1, 2)]
             turn = ends[0] + 1 if ends else n
-            assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
-            texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
+            assert np.all(rollout.tokens.sources[row, place:turn] == Source.SAMPLED)
+            texts.append(TOKENIZER.decode(rollout.tokens.ids[row, place:turn].tolist()))
             if ends:  # a turn that the length cut is not handed over
                 said, reward, done = play(Sums, texts, "3")
             ends_of_turns.append(turn)
@@ -83,8 +83,12 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             over = is_last or is_cut
             assert over == (turn == n)
             if not over:
-                assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
-                assert np.all(rollout.sources[row, turn : turn + len(observation)] == Source.FORCED)
+                assert (
+                    rollout.tokens.ids[row, turn : turn + len(observation)].tolist() == observation
+                )
+                assert np.all(
+                    rollout.tokens.sources[row, turn : turn + len(observation)] == Source.FORCED
+                )
                 place = turn + len(observation)
             else:
                 place = n
@@ -124,10 +128,12 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
     played, params, _ = plain
     rollout, prompts = host(played.result.rollout), prompts_of()
-    expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens)
+    expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens.ids)
     inside = np.arange(R)[None, :] < rollout.lens[:, None]
-    drawn = inside & (rollout.sources != Source.FORCED)
-    np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
+    drawn = inside & (rollout.tokens.sources != Source.FORCED)
+    np.testing.assert_allclose(
+        rollout.tokens.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5
+    )
 
 
 def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
@@ -140,7 +146,7 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
     np.testing.assert_array_equal(by_string.rewards.rewards, by_token.rewards.rewards)
     np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
-    forced = host(by_string.result.rollout).sources == Source.FORCED
+    forced = host(by_string.result.rollout).tokens.sources == Source.FORCED
     tokens = by_string.tokens
     assert np.any((tokens[:, :-1] == three) & forced[:, 1:])
     # As drafts they are kept whole, turn by turn.
@@ -180,18 +186,19 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     rollout = source.result.rollout
     options = {"drafts": ref.as_drafts(rollout)}
     if spec.draft_source:
-        tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
+        tokens = np.asarray(rollout.tokens.ids).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
         options["history"] = ref.history_of(spec, tokens, lens)
     played = run(pool, spec, weights, prompts, **options)
     new = host(played.result.rollout)
     check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
     np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
-    forced = np.sum(new.sources == Source.FORCED, axis=1)
+    forced = np.sum(new.tokens.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
-        new.sources == Source.FORCED, np.asarray(expected.result.rollout.sources) == Source.FORCED
+        new.tokens.sources == Source.FORCED,
+        np.asarray(expected.result.rollout.tokens.sources) == Source.FORCED,
     )
-    accepted = np.sum(new.sources == Source.REUSED, axis=1)
+    accepted = np.sum(new.tokens.sources == Source.REUSED, axis=1)
     np.testing.assert_array_equal(accepted, new.prefix_lens)
     if lost:
         assert 0 < accepted.sum() < (played.lens - forced).sum() / 2
@@ -284,13 +291,13 @@ def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch)
 
 def _without_logprobs_of_forced(rollout):
     """No token was drawn there: anything may stand in their place."""
-    if rollout.top_ids is None:
+    if rollout.tokens.top_ids is None:
         return rollout
-    forced = (rollout.sources == Source.FORCED)[:, :, None]
+    forced = (rollout.tokens.sources == Source.FORCED)[:, :, None]
     top_ids, top_logprobs = (
-        np.where(forced, 0, x) for x in (rollout.top_ids, rollout.top_logprobs)
+        np.where(forced, 0, x) for x in (rollout.tokens.top_ids, rollout.tokens.top_logprobs)
     )
-    return dataclasses.replace(rollout, top_ids=top_ids, top_logprobs=top_logprobs)
+    return ref.with_tokens(rollout, top_ids=top_ids, top_logprobs=top_logprobs)
 
 
 def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
@@ -317,7 +324,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
     def holding(tokens, lens):
         rollout = dataclasses.replace(
             Rollout.empty(3, 6),
-            tokens=ref.put(tokens, "batch", None),
+            tokens=Tokens(ref.put(tokens, "batch", None)),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )
         return rollout, rollout.lens > 6

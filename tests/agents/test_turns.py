@@ -1,6 +1,5 @@
 """Episodes whose rows keep their keys against the same episodes begun again at every turn."""
 
-import dataclasses
 import sys
 
 import jax
@@ -81,15 +80,15 @@ def play_again(spec, weights, drafts=None, step=1, **inputs):
         )
         stats.append(result.stats)
         rollout = host(result.rollout)
-        answers = environment.answers(rollout.tokens, rollout.lens, np.ones(ROWS, bool))
-        fields = {name: np.array(getattr(rollout, name)) for name in ("tokens", "lens", "sources")}
+        answers = environment.answers(rollout.tokens.ids, rollout.lens, np.ones(ROWS, bool))
+        rollout = jax.tree.map(np.array, rollout)
         for row, ids in answers.items():
             new = slice(rollout.lens[row], rollout.lens[row] + len(ids))
-            fields["tokens"][row, new] = ids
-            fields["sources"][row, new] = Source.FORCED
-            fields["lens"][row] += len(ids)
+            rollout.tokens.ids[row, new] = ids
+            rollout.tokens.sources[row, new] = Source.FORCED
+            rollout.lens[row] += len(ids)
         begun = PartialRows(
-            ref.put_rows(dataclasses.replace(rollout, **fields)),
+            ref.put_rows(rollout),
             put(environment.over, "batch"),
             put(result.draft_lens, "batch"),
         )
@@ -129,7 +128,7 @@ def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monk
         older, _, _, _ = play(spec, older_weights, step=0)
         drafts = {"drafts": ref.as_drafts(older), "log_lenience": 0.3}
         if spec.draft_source:
-            drafts["history"] = ref.history_of(spec, older.tokens, older.lens)
+            drafts["history"] = ref.history_of(spec, older.tokens.ids, older.lens)
         for inputs in ({}, drafts):
             expected, draft_lens, again, turns = play_again(spec, weights, **inputs)
             assert set(turns.tolist()) == {1, 2, 3, 4}
@@ -148,12 +147,12 @@ def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monk
 
 def _without_forced(rollout):
     """Likeliest tokens are anything where none was drawn."""
-    if rollout.top_ids is None:
+    if rollout.tokens.top_ids is None:
         return rollout
-    drawn = (rollout.sources != Source.FORCED) & (np.arange(R) < rollout.lens[:, None])
-    tops = {name: getattr(rollout, name) for name in ("top_ids", "top_logprobs")}
+    drawn = (rollout.tokens.sources != Source.FORCED) & (np.arange(R) < rollout.lens[:, None])
+    tops = {name: getattr(rollout.tokens, name) for name in ("top_ids", "top_logprobs")}
     tops = {name: np.where(drawn[:, :, None], x, 0) for name, x in tops.items()}
-    return dataclasses.replace(rollout, **tops)
+    return ref.with_tokens(rollout, **tops)
 
 
 def test_a_token_of_an_episode_is_computed_once(mesh, monkeypatch):
@@ -301,15 +300,17 @@ def test_a_turn_ends_by_its_own_tokens(make_mesh, name, case):
         older, _, _ = play_by_law(spec, older_weights, strings, step=0)
         plain, _, starts = play_by_law(spec, weights, strings)
         for row, own in enumerate(player.tokens):
-            assert plain.tokens[row, : plain.lens[row]].tolist() == own
+            assert plain.tokens.ids[row, : plain.lens[row]].tolist() == own
         np.testing.assert_array_equal(starts, player.starts)
-        np.testing.assert_array_equal(spec.ended(plain.tokens, plain.lens, starts), player.ended)
+        np.testing.assert_array_equal(
+            spec.ended(plain.tokens.ids, plain.lens, starts), player.ended
+        )
         for source in (older, plain):
             inputs = {"drafts": ref.as_drafts(source), "log_lenience": 0.3}
             if spec.draft_source:
-                inputs["history"] = ref.history_of(spec, source.tokens, source.lens)
+                inputs["history"] = ref.history_of(spec, source.tokens.ids, source.lens)
             played, stats, _ = play_by_law(spec, weights, strings, **inputs)
             assert stats.accepted_tokens > 0
             if spec.accept.samples_anew:  # others have other tokens, by the same law
-                np.testing.assert_array_equal(played.tokens, plain.tokens)
+                np.testing.assert_array_equal(played.tokens.ids, plain.tokens.ids)
                 assert source is older or not stats.row_steps  # a draft is as long as its turn

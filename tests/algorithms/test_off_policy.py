@@ -33,14 +33,14 @@ def one_token_rollout(new, old, accepted: bool) -> Rollout:
     def fill(values):
         return jnp.stack([jnp.asarray(values, jnp.float32), jnp.zeros(VOCAB)], axis=1)
 
-    return dataclasses.replace(
-        empty,
-        lens=jnp.ones(VOCAB, jnp.int32),
-        prefix_lens=jnp.full(VOCAB, int(accepted), jnp.int32),
+    tokens = dataclasses.replace(
+        empty.tokens,
         sources=jnp.full((VOCAB, 2), Source.REUSED if accepted else Source.SAMPLED, jnp.int8),
         sampling_logprobs=fill(np.log(new)),
         draft_logprobs=fill(np.log(old) if accepted else np.log(new)),
     )
+    prefix_lens = jnp.full(VOCAB, int(accepted), jnp.int32)
+    return Rollout(tokens, jnp.ones(VOCAB, jnp.int32), prefix_lens)
 
 
 @pytest.mark.parametrize("log_lenience", LENIENCES)
@@ -88,14 +88,13 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     least = rule.accept_threshold(noise[:, None], score[1])
     accepted = (score[0] >= np.asarray(least))[:, 0]
     empty = Rollout.empty(rows, 1, 0)
-    rollout = dataclasses.replace(
-        empty,
-        lens=jnp.ones(rows, jnp.int32),
-        prefix_lens=jnp.asarray(accepted, jnp.int32),
+    tokens = dataclasses.replace(
+        empty.tokens,
         sources=jnp.where(accepted[:, None], Source.REUSED, Source.SAMPLED).astype(jnp.int8),
         sampling_logprobs=jnp.asarray(score[0]),
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
+    rollout = Rollout(tokens, jnp.ones(rows, jnp.int32), jnp.asarray(accepted, jnp.int32))
     mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
     measured = off_policy.measure(rollout, mass, rule.lenient_share)
     ratio = new / old

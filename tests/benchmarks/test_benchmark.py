@@ -22,7 +22,7 @@ from specrl_jax.benchmarks.rollout import (
     spread,
 )
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.types import Rollout
+from specrl_jax.types import Rollout, Tokens
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
 SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
@@ -252,21 +252,19 @@ def test_corruption_replaces_its_share_by_other_tokens(rate):
 
 def test_previous_and_tree_drafts_are_copies_of_their_own(mesh):
     rng = np.random.default_rng(0)
-    fields = dict.fromkeys(("prefix_lens", "policy_logprobs", "origin_logprobs", "origin_steps"))
-    rollout = Rollout(
-        tokens=rng.integers(0, 16, (16, 6)).astype(np.int32),
-        lens=np.arange(1, 17, dtype=np.int32).clip(max=6),
-        sampling_logprobs=-rng.random((16, 6)).astype(np.float32), sources=None, **fields,
-    )  # fmt: skip
+    ids = rng.integers(0, 16, (16, 6)).astype(np.int32)
+    logprobs = -rng.random((16, 6)).astype(np.float32)
+    lens = np.arange(1, 17, dtype=np.int32).clip(max=6)
+    rollout = Rollout(Tokens(ids, sampling_logprobs=logprobs), lens, prefix_lens=lens * 0)
     drafts, history = make_drafts(rollout, 0.5, 16, rng)
     assert np.array_equal(drafts.lens, rollout.lens)
-    assert np.array_equal(drafts.sampling_logprobs, rollout.sampling_logprobs)
+    assert np.array_equal(drafts.tokens.sampling_logprobs, rollout.tokens.sampling_logprobs)
     tokens, lens = history
     assert tokens.shape == (2, 1, 8, 6)  # one generation
     assert np.array_equal(lens, rollout.lens.reshape(2, 1, 8))
-    copies = (np.asarray(drafts.tokens), np.asarray(tokens).reshape(16, 6))
+    copies = (np.asarray(drafts.tokens.ids), np.asarray(tokens).reshape(16, 6))
     assert not np.array_equal(*copies)
-    assert all(0.2 < np.mean(copy != rollout.tokens) < 0.8 for copy in copies)
+    assert all(0.2 < np.mean(copy != rollout.tokens.ids) < 0.8 for copy in copies)
 
 
 def test_bytes_and_operations_worked_rows():

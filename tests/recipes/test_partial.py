@@ -83,7 +83,7 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
     surplus = 0
     for step in result:
         rollout = step.rollout
-        last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
+        last = np.take_along_axis(rollout.tokens.ids, rollout.lens[:, None] - 1, axis=1)[:, 0]
         assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
         requests, n = step.requests, len(step.before.noise_steps)
         assert requests.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
@@ -120,14 +120,16 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
     for step in result:
         rollout, prompts = step.rollout, step.prompts
         resumed_lens = step.after.trained_lens
-        columns, origins = np.arange(R)[None, :], rollout.origin_steps
+        columns, origins = np.arange(R)[None, :], rollout.tokens.origin_steps
         inside, resumed = (columns < lens[:, None] for lens in (rollout.lens, resumed_lens))
         assert np.all((np.diff(origins, axis=1) >= 0) | ~inside[:, 1:])
         np.testing.assert_array_equal(origins[inside] < step.number, resumed[inside])
-        of_policies = [ref.teacher_forced(ref.MODEL, p, prompts, rollout.tokens) for p in params]
+        of_policies = [
+            ref.teacher_forced(ref.MODEL, p, prompts, rollout.tokens.ids) for p in params
+        ]
         expected = np.take_along_axis(np.stack(of_policies), origins[None] - 1, axis=0)[0]
         for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
-            mine = getattr(rollout, name)[inside]
+            mine = getattr(rollout.tokens, name)[inside]
             np.testing.assert_allclose(mine, expected[inside], atol=1e-5, err_msg=name)
         stale += resumed_lens.sum()
         values = step.batch.metrics
@@ -150,12 +152,12 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
         np.testing.assert_array_equal(result.draft_lens, lens)
         assert (rollout.prefix_lens <= result.draft_lens).all()
         accepted = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
-        np.testing.assert_array_equal(rollout.sources == Source.REUSED, accepted)
+        np.testing.assert_array_equal(rollout.tokens.sources == Source.REUSED, accepted)
         # Kept tokens are older than the step they were kept in, the others of it or later.
-        assert np.all(rollout.origin_steps[accepted] == 0)
+        assert np.all(rollout.tokens.origin_steps[accepted] == 0)
         inside = np.arange(R)[None, :] < rollout.lens[:, None]
         begun = step.requests.noise.noise_steps[step.groups].reshape(-1, 1)
-        assert np.all((rollout.origin_steps >= begun) | accepted | ~inside)
+        assert np.all((rollout.tokens.origin_steps >= begun) | accepted | ~inside)
         if step.number == 1:
             prompts = step.requests.prompts
             expected = ref.run(spec, weights, prompts, 1, drafts=stored(prompts))[0]

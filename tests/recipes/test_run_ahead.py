@@ -97,14 +97,14 @@ def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes
     assert (drafts.lens <= later.lens).all()
     assert (drafts.lens < later.lens).any()
     begun = np.arange(8)[None, :] < drafts.lens[:, None]
-    np.testing.assert_array_equal(drafts.tokens[begun], later.tokens[begun])
+    np.testing.assert_array_equal(drafts.tokens.ids[begun], later.tokens.ids[begun])
     # The next step, under the same policy
     own = drafts_of(state, next_requests(state))
     after, stats = ref.run(spec, weights, NEXT, 2, drafts=own)
     np.testing.assert_array_equal(after.prefix_lens, drafts.lens)
     check_equal(after, plain, but=("prefix_lens", "sources"))
-    assert np.all(np.asarray(after.origin_steps) == 2)  # drawn again, now
-    assert np.all(np.asarray(after.sources)[begun] == Source.REUSED)
+    assert np.all(np.asarray(after.tokens.origin_steps) == 2)  # drawn again, now
+    assert np.all(np.asarray(after.tokens.sources)[begun] == Source.REUSED)
     # In one bucket the batch takes as many steps as its longest row, which may not have begun.
     assert stats.row_steps < plain_stats.row_steps or spec.row_buckets == 1
 
@@ -132,7 +132,7 @@ def test_the_next_step_draws_as_its_own_policy_does(mesh):
     check_equal(result, plain, but=("prefix_lens", "sources"))
     accepted, begun = np.asarray(result.prefix_lens), np.asarray(drafts.lens)
     assert 0.2 * begun.sum() < accepted.sum() < begun.sum()
-    lost = ref.common_prefix(*host((drafts.tokens, drafts.lens, plain.tokens, plain.lens)))
+    lost = ref.common_prefix(*host((drafts.tokens.ids, drafts.lens, plain.tokens.ids, plain.lens)))
     np.testing.assert_array_equal(accepted, lost)
     # So does the step that runs ahead itself, and it says how much of what was begun it kept.
     step = one_step(state, weights)
@@ -153,8 +153,8 @@ def test_what_was_begun_goes_before_an_earlier_response(mesh):
     first = begun.lens > 0
     assert 0 < first.sum() < len(first)
     np.testing.assert_array_equal(drafts.lens, np.where(first, begun.lens, before.lens))
-    expected = np.where(first[:, None], begun.tokens, before.tokens)
-    np.testing.assert_array_equal(drafts.tokens, expected)
+    expected = np.where(first[:, None], begun.tokens.ids, before.tokens.ids)
+    np.testing.assert_array_equal(drafts.tokens.ids, expected)
     # On kept noise a row repeats its last response, which is longer.
     kept = np.full((16, 4), 2)
     kept[::2, 1] = 1
@@ -174,7 +174,7 @@ def test_of_what_was_begun_for_other_prompts_there_is_nothing(mesh):
     assert requests.prompts.examples[0] == NOW.examples[0]
     stored = ref.as_drafts(ref.run(spec, weights, requests.prompts)[0])
     drafts, earlier = host(drafts_of(state, requests, stored)), host(stored)
-    np.testing.assert_array_equal(drafts.tokens, earlier.tokens[~requests.idle])
+    np.testing.assert_array_equal(drafts.tokens.ids, earlier.tokens.ids[~requests.idle])
     np.testing.assert_array_equal(drafts.lens, earlier.lens[~requests.idle])
     assert not np.any(drafts_of(state, requests).lens)
     # Nor is there anything before the first step.
@@ -192,7 +192,9 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
     assert tokens.shape == (16, 1, 4, 8)
     own = ~requests.idle.reshape(16, 4).any(axis=1)
     own_lens = np.asarray(lens)[own].reshape(32)
-    np.testing.assert_array_equal(np.asarray(tokens)[own].reshape(32, 8), step.after.begun.tokens)
+    np.testing.assert_array_equal(
+        np.asarray(tokens)[own].reshape(32, 8), step.after.begun.tokens.ids
+    )
     np.testing.assert_array_equal(own_lens, step.after.begun.lens)
     assert own_lens.any()
     assert not np.asarray(lens)[~own].any()

@@ -31,7 +31,7 @@ def grow(spec, weights, step=1, prompts=PROMPTS, forks=FORKS, **inputs):
 
 def copied_lens(rollout) -> np.ndarray:
     """Tokens [B] that rows begin with; they lie at the beginning."""
-    copied = rollout.sources == Source.COPIED
+    copied = rollout.tokens.sources == Source.COPIED
     assert not np.any(np.diff(copied.astype(int), axis=1) > 0)
     return copied.sum(axis=1)
 
@@ -60,7 +60,8 @@ def test_every_row_is_what_the_engine_makes_of_its_beginning(mesh, grown):
     lens = copied_lens(rollout).astype(np.int32)
     copied = np.arange(R)[None, :] < lens[:, None]
     sources = np.where(copied, Source.COPIED, Source.SAMPLED).astype(np.int8)
-    held = dataclasses.replace(rollout, lens=lens, prefix_lens=lens * 0, sources=sources)
+    held = ref.with_tokens(rollout, sources=sources)
+    held = dataclasses.replace(held, lens=lens, prefix_lens=lens * 0)
     spec = make_spec(**PLAIN)
     whole = ref.rollout(spec, weights, PROMPTS, step=1, held=ref.put_rows(held))
     check_equal(rollout, host(whole.rollout))
@@ -68,19 +69,20 @@ def test_every_row_is_what_the_engine_makes_of_its_beginning(mesh, grown):
 
 def test_every_group_has_all_its_leaves_and_forks_begin_like_another(grown):
     _, rollout, _, _ = grown
-    last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
+    last = np.take_along_axis(rollout.tokens.ids, rollout.lens[:, None] - 1, axis=1)[:, 0]
     assert np.all((rollout.lens == R) | np.isin(last, (1, 2)))
     lens = copied_lens(rollout)
     assert np.all(lens % SEGMENT == 0)
     assert set(lens) >= {0, SEGMENT, 2 * SEGMENT}
-    fields = ("tokens", "policy_logprobs", "sampling_logprobs", "origin_logprobs", "origin_steps")
+    fields = ("ids", "policy_logprobs", "sampling_logprobs", "origin_logprobs", "origin_steps")
+    tokens = rollout.tokens
     for row, own in enumerate(lens):
         first = row // G * G
         others = [x for x in range(first, first + G) if x != row and rollout.lens[x] >= own]
         assert row - first >= 2 or own == 0
         assert any(
             all(
-                np.array_equal(getattr(rollout, f)[row, :own], getattr(rollout, f)[x, :own])
+                np.array_equal(getattr(tokens, f)[row, :own], getattr(tokens, f)[x, :own])
                 for f in fields
             )
             for x in others
@@ -139,7 +141,7 @@ def test_drafts_change_no_token(mesh, grown, choice, step):
     check_equal(rollout, expected, but=("sources", "prefix_lens"))
     np.testing.assert_array_equal(copied_lens(rollout), copied_lens(expected))
     np.testing.assert_array_equal(
-        np.sum(rollout.sources == Source.REUSED, axis=1), rollout.prefix_lens
+        np.sum(rollout.tokens.sources == Source.REUSED, axis=1), rollout.prefix_lens
     )
     if step == 1:
         np.testing.assert_array_equal(rollout.prefix_lens, rollout.lens - copied_lens(rollout))
@@ -211,7 +213,7 @@ def test_groups_have_their_exact_law(mesh):
     seen = collections.Counter()
     for step in range(60):
         rollout = host(grow(spec, weights, step, prompts, forks).rollout)
-        rows = [tuple(row[:n].tolist()) for row, n in zip(rollout.tokens, rollout.lens)]
+        rows = [tuple(row[:n].tolist()) for row, n in zip(rollout.tokens.ids, rollout.lens)]
         seen.update(zip(rows[::3], rows[1::3], rows[2::3]))
     next_probs = ref.by_last(table, 1)
     law = group_law(next_probs, ((), None, None))

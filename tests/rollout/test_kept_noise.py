@@ -111,7 +111,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
             check_equal(part, plain, rows, but=but)
             whole = previous and step == 1
             assert (part.prefix_lens == part.lens).all() == whole
-        assert (mixed.origin_steps[:, 0] == 9).all()
+        assert (mixed.tokens.origin_steps[:, 0] == 9).all()
 
 
 # Distributions of the next token after each of three tokens, of an older and a newer policy.
@@ -136,9 +136,9 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
         after = host(generate(spec, new, inputs).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
         check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))
-        counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens, after.lens))
+        counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens.ids, after.lens))
         before = host(before)
-        differ += np.sum(after.tokens[:, 0] != before.tokens[:, 0])
+        differ += np.sum(after.tokens.ids[:, 0] != before.tokens.ids[:, 0])
         whole += np.sum(after.prefix_lens == after.lens)
         total += len(after.lens)
     observed = np.array([counts[response] for response in exact])

@@ -47,7 +47,7 @@ def watch(config, workdir) -> Seen:
     def one_batch(run, state, rollouts, seconds):
         seen.rollouts.extend((state.step, responses) for responses in rollouts)
         batch = make_train_batch(run, state, rollouts, seconds)
-        seen.batches.append((batch, jax.device_get(batch.rollout.policy_logprobs)))
+        seen.batches.append((batch, jax.device_get(batch.rollout.tokens.policy_logprobs)))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     seen, workdir = seen
     sampled = {}
     for step, scored in seen.rollouts:
-        logprobs = jax.device_get(scored.rollout.policy_logprobs)
+        logprobs = jax.device_get(scored.rollout.tokens.policy_logprobs)
         rewards = scored.rewards.rewards
         for q, example in enumerate(scored.prompts.examples):
             rows = slice(q * G, q * G + G)
@@ -79,7 +79,7 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     for step, ((batch, logprobs), record) in enumerate(
         zip(seen.batches, records(workdir)[1:], strict=True), start=1
     ):
-        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        tokens, lens = jax.device_get((batch.rollout.tokens.ids, batch.rollout.lens))
         assert np.ptp(batch.rewards.reshape(Q, G), axis=1).all()
         old = 0
         for q, example in enumerate(batch.prompts.examples):
@@ -157,7 +157,7 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
     parts, stale = _parts(seen), 0
     assert {len(x.lens) for _, x in seen.rollouts} == {Q * G}
     for step, (batch, _) in enumerate(seen.batches, start=1):
-        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        tokens, lens = jax.device_get((batch.rollout.tokens.ids, batch.rollout.lens))
         names = [e.prompt_id for e in batch.prompts.examples]
         for q, name in enumerate(names):
             rows = slice(q * trained, q * trained + trained)

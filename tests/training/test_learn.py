@@ -107,7 +107,9 @@ def test_rows_that_the_length_cut_are_left_out_of_the_loss(mesh, tmp_path, watch
 def test_no_token_of_an_environment_costs_reward_for_its_length():
     sources = np.full((3, 10), int(Source.SAMPLED), np.int8)
     sources[1:, 2:6] = Source.FORCED
-    rollout = types.SimpleNamespace(lens=np.array([10, 10, 4]), sources=sources)
+    rollout = types.SimpleNamespace(
+        lens=np.array([10, 10, 4]), tokens=types.SimpleNamespace(sources=sources)
+    )
     config = small_config({"reward.overlong_tokens": 4, "rollout.response_len": 10})
     run = types.SimpleNamespace(config=config)
     prompts = Prompts(None, None, None, ())

@@ -67,7 +67,7 @@ def test_a_head_changes_no_token(base, make_mesh, case):
         drafts = ref.as_drafts(old)
         for inputs in ({}, {"drafts": drafts}):
             if spec.draft_source:
-                inputs["history"] = history_of(spec, old.tokens, old.lens)
+                inputs["history"] = history_of(spec, old.tokens.ids, old.lens)
             got, stats = run(spec, weights, prompts, 1, **inputs)
             check_equal(got, plain, but=("sources", "prefix_lens"))
             assert stats.drafted_tokens > 0
@@ -88,7 +88,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         for row, text in enumerate(texts):
             end = lens[row] + plain.lens[row]
             text[: lens[row]] = prompts.tokens[row // group][: lens[row]]
-            text[lens[row] : end] = plain.tokens[row][: plain.lens[row]]
+            text[lens[row] : end] = plain.tokens.ids[row][: plain.lens[row]]
         params = ref.policy(0.0, MODEL)[0]
         model = Transformer(MODEL, params)
         tokens = put(texts, "batch", None)

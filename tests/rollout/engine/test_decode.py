@@ -58,7 +58,7 @@ def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     """
     state = None
     if stored is not None:
-        state = suffix_match.sync(index_of(*stored), rows.tokens, rows.lens)
+        state = suffix_match.sync(index_of(*stored), rows.tokens.ids, rows.lens)
     stop = StopCondition.of(**bounds)
     cache, rows, _, made, counts, numbers = decode_steps(
         spec, weights, cache, rows, state, stop, width=width
@@ -68,10 +68,10 @@ def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     return cache, rows, counts, np.asarray(numbers).tolist()
 
 
-def texts_of(rows, name="tokens") -> list[list[int]]:
+def texts_of(rows, name="ids") -> list[list[int]]:
     """The rows' tokens, or their sources, up to their ends."""
     rows = ref.host(rows)
-    return [values[:n].tolist() for values, n in zip(getattr(rows, name), rows.lens)]
+    return [values[:n].tolist() for values, n in zip(getattr(rows.tokens, name), rows.lens)]
 
 
 # By hand, on a policy that counts: after token x comes x + 1
@@ -154,9 +154,9 @@ def check_rows(rows, other, which=slice(None)):
     got, other = ref.host(rows), ref.host(other)
     for name in ("lens", "done", "last"):
         np.testing.assert_array_equal(getattr(got, name)[which], getattr(other, name)[which])
-    inside = np.arange(got.tokens.shape[1])[None, :] < got.lens[which][:, None]
-    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
-        mine, theirs = getattr(got, name)[which][inside], getattr(other, name)[which][inside]
+    inside = np.arange(got.tokens.ids.shape[1])[None, :] < got.lens[which][:, None]
+    for name in ("ids", "policy_logprobs", "sampling_logprobs"):
+        mine, theirs = (getattr(x.tokens, name)[which][inside] for x in (got, other))
         np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 

@@ -22,6 +22,7 @@ from specrl_jax.rollout.rows import (
 )
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
+from specrl_jax.types import Tokens
 
 B, C, K = 8, 5, 2
 SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
@@ -44,12 +45,14 @@ def random_rows(size=B, stored=K, seed=3) -> Rows:
         accept_seeds=numbers(size, 2).astype(np.uint32),
         **{name: numbers(size) for name in names},
         done=np.zeros(size, bool),
-        tokens=numbers(size, C),
-        policy_logprobs=reals(size, C),
-        sampling_logprobs=reals(size, C),
-        sources=numbers(size, C).astype(np.int8),
-        top_ids=numbers(size, C, K) if stored else None,
-        top_logprobs=reals(size, C, K) if stored else None,
+        tokens=Tokens(
+            ids=numbers(size, C),
+            policy_logprobs=reals(size, C),
+            sampling_logprobs=reals(size, C),
+            sources=numbers(size, C).astype(np.int8),
+            top_ids=numbers(size, C, K) if stored else None,
+            top_logprobs=reals(size, C, K) if stored else None,
+        ),
     )
 
 
@@ -82,11 +85,11 @@ def test_rows_begin_with_prompts_only(mesh):
     whole = ref.host(ref.start(spec, prompts, noise))
     np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
-    np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
+    np.testing.assert_array_equal(rows.tokens.ids, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
-        assert not getattr(rows, name).any()
+        assert not ref.fields_of(rows)[name].any()
     assert len(np.unique(np.concatenate([rows.seeds, rows.accept_seeds]), axis=0)) == 8
-    assert rows.top_ids.shape == rows.top_logprobs.shape == (4, C, K)
+    assert rows.tokens.top_ids.shape == rows.tokens.top_logprobs.shape == (4, C, K)
 
 
 @SHAPES
@@ -191,4 +194,4 @@ def test_rows_that_are_over_lose_their_slots(make_mesh, shape):
     gone = np.array([False, False, True, True, True, True, False, False])
     np.testing.assert_array_equal(rows.index, np.where(gone, PADDING, order))
     np.testing.assert_array_equal(rows.done, gone)
-    np.testing.assert_array_equal(rows.tokens, batch.tokens)
+    np.testing.assert_array_equal(rows.tokens.ids, batch.tokens.ids)

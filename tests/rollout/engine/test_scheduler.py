@@ -33,13 +33,13 @@ def test_every_response_ends_at_its_longest_length(mesh, rollouts, changes, with
     )
     np.testing.assert_array_equal(np.asarray(rollout.lens), MAX_LENS)
     inside = np.arange(R)[None, :] < MAX_LENS[:, None]
-    for name in ("tokens", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
-        values = np.where(inside, getattr(endless, name), 0)
-        np.testing.assert_allclose(np.asarray(getattr(rollout, name)), values, atol=1e-5)
+    for name in ("ids", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+        values = np.where(inside, getattr(endless.tokens, name), 0)
+        np.testing.assert_allclose(np.asarray(getattr(rollout.tokens, name)), values, atol=1e-5)
     np.testing.assert_array_equal(
         np.asarray(rollout.prefix_lens), MAX_LENS if with_drafts else 0 * MAX_LENS
     )
-    reused = np.asarray(rollout.sources) == Source.REUSED
+    reused = np.asarray(rollout.tokens.sources) == Source.REUSED
     np.testing.assert_array_equal(reused, inside & with_drafts)
 
 
@@ -57,7 +57,7 @@ def test_rows_begin_before_the_last_of_the_others_is_done(mesh, rollouts):
     max_lens = np.tile([R, 1, 1, 1], 8).astype(np.int32)
     rollout, stats = run_rollout(make_spec(max_rows=8, **ONE_BUCKET), max_lens=max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.lens), max_lens)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids)[::4], endless.tokens.ids[::4])
     assert stats.decode_steps <= 2 * (R - 1)
 
 
@@ -119,7 +119,7 @@ def test_the_batch_shrinks_bucket_by_bucket_once_none_waits(mesh, seen, rollouts
         ("decode", 4),
     ]  # fmt: skip
     assert stats.decode_runs == [(32, 1, 1), (4, 1, R - 2)]
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[3], rollouts.endless.tokens[3])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids)[3], rollouts.endless.tokens.ids[3])
     seen.calls.clear()
     run_rollout(make_spec(row_buckets=4, max_rows=16), max_lens=max_lens)
     order = [name for name, _ in seen.calls]
@@ -174,5 +174,7 @@ def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
     with jax.set_mesh(make_mesh(2, 2, 1)):
         rollout, stats = run_rollout(make_spec(max_rows=16), max_lens=max_lens)
     np.testing.assert_array_equal(rollout.lens, max_lens)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], rollouts.endless.tokens[:, 0])
+    np.testing.assert_array_equal(
+        np.asarray(rollout.tokens.ids)[:, 0], rollouts.endless.tokens.ids[:, 0]
+    )
     assert stats.decode_steps == 2 * (R - 1)  # the shard's rows, four after four
