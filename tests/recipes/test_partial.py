@@ -1,6 +1,8 @@
 """Partial rollouts: what goes on in the next step, under whose policy, and that none is lost."""
 
+import copy
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import rollout_reference as ref
 from collector_steps import Step, make_state, one_step
 from rollout_reference import check_equal, host, make_spec
-from small_runs import records, small_config
+from small_runs import assert_same_bits, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.recipes.partial import PartialRollout
@@ -198,6 +200,22 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     lens = np.asarray(step.whole.rollout.lens)
     assert lens[: Q * G].all()
     assert not lens[Q * G :].any()
+
+
+def test_a_checkpoint_holds_what_has_begun(mesh):
+    spec, (_, weights) = make_spec(), ref.policy()
+    state, other = begin(spec), begin(spec)
+    for _ in range(2):
+        one_step(state, weights)
+    other.step, other.stream = state.step, copy.copy(state.stream)
+    saved = json.loads(json.dumps(state.collector.host()))
+    other.collector = other.collector.restore(saved, state.collector.arrays())
+    assert other.collector.host() == state.collector.host()
+    assert other.collector.prompts_waiting == X
+    step, expected = (one_step(x, weights) for x in (other, state))
+    assert step.batch.metrics["rollout/tokens_resumed"] > 0
+    assert_same_bits(step.result.rollout, expected.result.rollout)
+    assert step.after.host() == expected.after.host()
 
 
 # --- training -------------------------------------------------------------------------------------

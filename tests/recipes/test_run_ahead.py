@@ -206,19 +206,24 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
     assert result[1].drafted_tokens > plain[1].drafted_tokens
 
 
-def test_it_is_newer_than_what_is_stored(mesh):
-    """Of the draft source's generations, on each side of the interleaving."""
-    spec, (_, weights) = spec_for(PLANS["wide"]), ref.policy()
-    state, step = one_run_ahead(spec, weights)
-    requests = next_requests(state)
-    state.store = Numbered()
-    tokens, lens = state.collector.history(state, requests.prompts)
+def test_it_is_newer_than_what_is_stored(make_mesh):
+    """Of the generations that the draft source reads; on two shards, which have idle rows each."""
+    with jax.set_mesh(make_mesh(2, 1, 1)):
+        spec, (_, weights) = spec_for({}), ref.policy()
+        state, step = one_run_ahead(spec, weights)
+        requests = next_requests(state)
+        state.store = Numbered()
+        tokens, lens = host(state.collector.history(state, requests.prompts))
+        expected = host(Numbered().history(requests.prompts, step=2))
+        begun = host(step.after.begun)
     assert RunningAhead.generations(2) == tokens.shape[1] == 3
-    expected = host(Numbered().history(requests.prompts, step=2))
     np.testing.assert_array_equal(tokens[:, 1:], expected[0])
     np.testing.assert_array_equal(lens[:, 1:], expected[1])
     own = ~requests.idle.reshape(16, 4).any(axis=1)
-    np.testing.assert_array_equal(np.asarray(lens)[own, 0].reshape(32), step.after.begun.lens)
+    assert own.tolist() == ([True] * 4 + [False] * 4) * 2
+    np.testing.assert_array_equal(lens[own, 0].reshape(32), begun.lens)
+    np.testing.assert_array_equal(tokens[own, 0].reshape(32, 8), begun.tokens)
+    assert not lens[~own, 0].any()
 
 
 def test_a_checkpoint_holds_what_was_begun(mesh):
