@@ -38,7 +38,7 @@ from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.engine.all_rows import start_all_rows
+from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
 from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
@@ -63,7 +63,7 @@ _TIMED_STEPS = 32  # of a timed call
 _ROUNDS = 3  # the fastest counts
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 # A rule that decides by log-probs, as for SPEC-RL.
-RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
+RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew).of(1.0)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
@@ -336,7 +336,8 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     noise = NoiseKey(jax.random.key(0), 1)
 
     def rows_half_way() -> Rows:
-        rows = start_all_rows(spec, prompts, noise)
+        starts = RowStarts.of(spec, Requests(prompts, noise))
+        rows = start_rows(spec, int(noise.purpose), noise.key, starts)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = rows_half_way()

@@ -15,12 +15,12 @@ from small_runs import Sums, play, records, saved, small_config
 from specrl_jax import hosts
 from specrl_jax import train as loop
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.agents.responder import EpisodeResponder
 from specrl_jax.agents.turns import turn_drafts
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.training.responses import Responder
 from specrl_jax.types import Rollout, Source, Tokens
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -40,9 +40,10 @@ def prompts_of(target: str = "3"):
     return dataclasses.replace(prompts, examples=examples)
 
 
-def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **inputs):
+def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, log_lenience=0.0, **inputs):
+    spec = ref.with_lenience(spec, log_lenience)
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
-    responder = Responder(pool, TOKENIZER, **turns)
+    responder = EpisodeResponder(pool, TOKENIZER, **turns)
     noise = NoiseKey(jax.random.key(KEY), step)
     return responder.respond(spec, weights, Requests(prompts, noise, **inputs))
 
@@ -62,7 +63,7 @@ def plain(pool, make_mesh):
 def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     """Cut at the forced tokens, a row's text is an episode that the environment itself confirms."""
     played, _, _ = plain
-    rollout = host(played.result.rollout)
+    rollout = host(played.rollout)
     counts = set()
     for row, n in enumerate(played.lens.tolist()):
         texts, place = [], 0
@@ -127,7 +128,7 @@ def test_an_answer_is_written_in_its_role(mesh, pool, plain, monkeypatch):
 def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
     played, params, _ = plain
-    rollout, prompts = host(played.result.rollout), prompts_of()
+    rollout, prompts = host(played.rollout), prompts_of()
     expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens.ids)
     inside = np.arange(R)[None, :] < rollout.lens[:, None]
     drawn = inside & (rollout.tokens.sources != Source.FORCED)
@@ -143,17 +144,17 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     _, weights = ref.policy()
     by_string = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of())
     by_token = run(pool, spec_of(eos=(1, 2, three), accept="match"), weights, prompts_of())
-    check_equal(host(by_string.result.rollout), host(by_token.result.rollout))
+    check_equal(host(by_string.rollout), host(by_token.rollout))
     np.testing.assert_array_equal(by_string.rewards.rewards, by_token.rewards.rewards)
     np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
-    forced = host(by_string.result.rollout).tokens.sources == Source.FORCED
+    forced = host(by_string.rollout).tokens.sources == Source.FORCED
     tokens = by_string.tokens
     assert np.any((tokens[:, :-1] == three) & forced[:, 1:])
     # As drafts they are kept whole, turn by turn.
-    drafts = ref.as_drafts(by_string.result.rollout)
+    drafts = ref.as_drafts(by_string.rollout)
     again = run(pool, spec_of(accept="match", stop=stop), weights, prompts_of(), drafts=drafts)
     np.testing.assert_array_equal(again.tokens, tokens)
-    assert not again.result.stats.row_steps
+    assert not again.stats.row_steps
 
 
 TREES = "trees, few rows"
@@ -183,20 +184,20 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     source = expected
     if lost:
         source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
-    rollout = source.result.rollout
+    rollout = source.rollout
     options = {"drafts": ref.as_drafts(rollout)}
     if spec.draft_source:
         tokens = np.asarray(rollout.tokens.ids).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
         options["history"] = ref.history_of(spec, tokens, lens)
     played = run(pool, spec, weights, prompts, **options)
-    new = host(played.result.rollout)
-    check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
+    new = host(played.rollout)
+    check_equal(new, host(expected.rollout), but=("sources", "prefix_lens"))
     np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
     forced = np.sum(new.tokens.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
         new.tokens.sources == Source.FORCED,
-        np.asarray(expected.result.rollout.tokens.sources) == Source.FORCED,
+        np.asarray(expected.rollout.tokens.sources) == Source.FORCED,
     )
     accepted = np.sum(new.tokens.sources == Source.REUSED, axis=1)
     np.testing.assert_array_equal(accepted, new.prefix_lens)
@@ -204,7 +205,7 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
         assert 0 < accepted.sum() < (played.lens - forced).sum() / 2
     else:
         np.testing.assert_array_equal(accepted, played.lens - forced)
-        np.testing.assert_array_equal(played.result.draft_lens, played.lens - forced)
+        np.testing.assert_array_equal(played.draft_lens, played.lens - forced)
 
 
 # Few rows at a time contain many, and without drafts the rule has no say.
@@ -226,7 +227,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
-        options = {"drafts": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
+        options = {"drafts": ref.as_drafts(older.rollout), "log_lenience": 0.3}
     expected = run(pool, spec, weights, prompts_of(), **options)
     answered, submit = [], pool.submit
 
@@ -248,11 +249,11 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     monkeypatch.setattr(pool, "collect", collect_late)
     played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(turns) > 1 for turns in answered)
-    new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
+    new, old = (_without_logprobs_of_forced(host(x.rollout)) for x in (played, expected))
     check_equal(new, old, but=("sources",) if spec.draft_source else ())
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
-    np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
+    np.testing.assert_array_equal(played.draft_lens, expected.draft_lens)
     np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
 
 
@@ -284,7 +285,7 @@ def test_processes_share_the_environments_of_a_rollout(mesh, plain, monkeypatch)
     with ThreadPoolExecutor(2) as threads:
         both = list(threads.map(run_process, range(2)))
     for played in both:
-        check_equal(host(played.result.rollout), host(expected.result.rollout))
+        check_equal(host(played.rollout), host(expected.rollout))
         np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
         np.testing.assert_array_equal(played.turns.ends, expected.turns.ends)
 
@@ -303,16 +304,14 @@ def _without_logprobs_of_forced(rollout):
 def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
     """The same policy and noise, another target: an episode goes on where it was over before."""
     expected, _, weights = plain
-    drafts = ref.as_drafts(expected.result.rollout)
+    drafts = ref.as_drafts(expected.rollout)
     other = prompts_of("5")
     without = run(pool, spec_of(accept="match"), weights, other)
     played = run(pool, spec_of(accept="match"), weights, other, drafts=drafts)
-    check_equal(
-        host(played.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
-    )
+    check_equal(host(played.rollout), host(without.rollout), but=("sources", "prefix_lens"))
     longer = played.lens > expected.lens
     assert longer.any()
-    assert np.all(played.result.draft_lens[longer] < played.lens[longer])
+    assert np.all(played.draft_lens[longer] < played.lens[longer])
 
 
 def test_what_is_left_of_a_draft_by_hand(mesh, plain):

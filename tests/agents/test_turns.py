@@ -15,7 +15,7 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.sharding import put
-from specrl_jax.types import PartialRows, Source
+from specrl_jax.types import Source
 
 R, TURNS = 24, 4
 PROMPTS = ref.random_prompts(8)
@@ -53,8 +53,9 @@ class Environment:
         return answers
 
 
-def play(spec, weights, share=0.0, step=1, **inputs):
+def play(spec, weights, share=0.0, step=1, log_lenience=0.0, **inputs):
     """(rollout, draft lengths, stats, turns) of rows that keep their keys."""
+    spec = ref.with_lenience(spec, log_lenience)
     environment = Environment()
     noise = NoiseKey(jax.random.key(KEY), step)
     rollout = EpisodeRollout(spec, weights, Requests(PROMPTS, noise, **inputs))
@@ -68,16 +69,19 @@ def play(spec, weights, share=0.0, step=1, **inputs):
 def play_again(spec, weights, drafts=None, step=1, **inputs):
     """Play the same by a rollout for each turn, which computes all that rows hold again."""
     environment = Environment()
-    begun = None
+    held = None
+    draft_lens = 0
     stats = []
     while not environment.over.all():
         of_turn = drafts
         if drafts is not None:
-            held = (None, None) if begun is None else (begun.rollout, begun.done)
-            of_turn = turn_drafts(drafts, *held, spec.eos_ids)
+            over = None if held is None else put(environment.over, "batch")
+            of_turn = turn_drafts(drafts, held, over, spec.eos_ids)
         result = ref.rollout(
-            spec, weights, PROMPTS, step=step, drafts=of_turn, partial_rows=begun, **inputs
-        )
+            spec, weights, PROMPTS, step=step, drafts=of_turn, held=held,
+            done=environment.over.copy(), **inputs
+        )  # fmt: skip
+        draft_lens = draft_lens + result.draft_lens
         stats.append(result.stats)
         rollout = host(result.rollout)
         answers = environment.answers(rollout.tokens.ids, rollout.lens, np.ones(ROWS, bool))
@@ -87,12 +91,8 @@ def play_again(spec, weights, drafts=None, step=1, **inputs):
             rollout.tokens.ids[row, new] = ids
             rollout.tokens.sources[row, new] = Source.FORCED
             rollout.lens[row] += len(ids)
-        begun = PartialRows(
-            ref.put_rows(rollout),
-            put(environment.over, "batch"),
-            put(result.draft_lens, "batch"),
-        )
-    return rollout, result.draft_lens, Stats.total(stats), environment.turns
+        held = ref.put_rows(rollout)
+    return rollout, draft_lens, Stats.total(stats), environment.turns
 
 
 def with_head(weights, params):
@@ -238,10 +238,11 @@ class Player:
                     self.starts[row] = len(own)
 
 
-def play_by_law(spec, weights, strings, step=1, **inputs):
+def play_by_law(spec, weights, strings, step=1, log_lenience=0.0, **inputs):
     """Return the rollout and its cost; each turn that ends must be one by the law, and each by the
     law must end."""
     noise = NoiseKey(jax.random.key(KEY), step)
+    spec = ref.with_lenience(spec, log_lenience)
     rollout = EpisodeRollout(spec, weights, Requests(PROMPTS, noise, **inputs))
     starts = np.zeros(ROWS, int)
     turns = np.zeros(ROWS, int)

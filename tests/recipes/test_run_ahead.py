@@ -235,7 +235,7 @@ def test_a_checkpoint_holds_what_was_begun(mesh):
     other.collector = other.collector.restore(names, state.collector.arrays())
     assert other.collector.host() == state.collector.host()
     step, expected = (one_step(x, weights) for x in (other, state))
-    assert_same_bits(step.result.rollout, expected.result.rollout)
+    assert_same_bits(step.rollout, expected.rollout)
     assert step.batch.metrics["rollout/run_ahead_accepted"] == 1
 
 

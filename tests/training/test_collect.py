@@ -210,7 +210,7 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     assert any("+" in name and names.count(name) > 1 for name in names)
     met = set()
     for _, scored in seen.rollouts:
-        draft_lens = scored.result.draft_lens.reshape(-1, N)
+        draft_lens = scored.draft_lens.reshape(-1, N)
         for q, example in enumerate(scored.prompts.examples):
             assert (draft_lens[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)
