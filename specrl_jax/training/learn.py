@@ -1,6 +1,7 @@
 """Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import hosts
+from specrl_jax import abstract, hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
@@ -27,11 +28,14 @@ from specrl_jax.algorithms.scoring import (
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
+from specrl_jax.rollout.engine.all_rows import abstract_rollout
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.description import critic_only_steps
+from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.state import Run, RunState
-from specrl_jax.types import Batch, Rollout, Source
+from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 # Sets the draws of rows apart from others of the same seed and step.
 _SELECTION = 2
@@ -65,6 +69,42 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         metrics.pop("policy/rollout_train_logprob_gap", None)
     return metrics
+
+
+def abstract_batch(config, spec: RolloutSpec, has_critic: bool) -> Batch:
+    """Return the shapes of the batch that `update_policy` gives to `update`."""
+    algorithm = config.algorithm
+    group_size = trained_group_size(config)
+    num_rows = config.rollout.prompts_per_step * group_size
+    prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
+    make = functools.partial(make_batch, prompts, keep_mask=algorithm.keep_sampling_mask)
+    batch = abstract.result(make, abstract_rollout(spec, num_rows))
+    column = batch.old_logprobs  # as all others of float32 [B, R]
+    batch = dataclasses.replace(batch, values=column if has_critic else None)
+    advantage = choose_advantage(config)
+    settings = AdvantageConfig.from_config(config, group_size)
+    rewards = abstract.array(np.float32, (num_rows,), "batch")
+    if advantage.by_function:
+        shape = (num_rows, len(settings.reward_weights))
+        rewards = abstract.array(np.float32, shape, "batch", None)
+    if advantage.by_turn:
+        shape = (num_rows, config.environment.max_turns)
+        rewards = abstract.array(np.float32, shape, "batch", None)
+        ends = abstract.array(np.int32, shape, "batch", None)
+        batch = dataclasses.replace(batch, turn_ends=ends)
+    estimate = abstract.result(lambda r, b: advantage.estimate(r, b, settings), rewards, batch)
+    marks = abstract.array(np.bool_, (num_rows,), "batch")
+    recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
+    return dataclasses.replace(
+        batch,
+        recomputed_logprobs=column if recomputed else None,
+        advantages=estimate.advantages,
+        returns=estimate.returns,
+        turn_ends=None,
+        ref_logprobs=column if algorithm.kl_coef else None,
+        importance_weights=column if algorithm.importance_cap else None,
+        is_solution=marks if algorithm.solution_coef else None,
+    )
 
 
 def _count_tokens(state: RunState, rollout: Rollout) -> None:
@@ -115,7 +155,7 @@ def with_advantages(
     if run.update_spec.critic:
         packed = _pack_all(run, batch)
         base_params = state.base_params(run.model)
-        values = critic_values(run.update_spec, state.policy_state, packed, base_params=base_params)
+        values = critic_values(run.update_spec, state.policy_state, packed, base_params)
         batch = dataclasses.replace(batch, values=values)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
@@ -167,7 +207,7 @@ def _update_by_mini_batches(
             state.policy_state,
             batch,
             packed,
-            base_params=state.base_params(run.model),
+            state.base_params(run.model),
             critic_only=critic_only,
         )
         history.append(scalars)

@@ -6,10 +6,12 @@ import jax
 import pytest
 import small_runs
 
+from specrl_jax.abstract import device_bytes
 from specrl_jax.compile import fit, memory, programs
-from specrl_jax.compile.shapes import RolloutShapes, device_bytes, of_config
+from specrl_jax.compile.from_config import abstract_run
 from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.train import train
 
 # Shapes as of the tests in test_memory: 3 prompt and 6 response slots, 16 tokens, 4 heads.
@@ -22,7 +24,7 @@ KINDS = {
 
 
 def run_of(changes=None, **more):
-    return of_config(small_runs.small_config(changes, **more))
+    return abstract_run(small_runs.small_config(changes, **more))
 
 
 def test_rows_of_a_made_up_memory():
@@ -114,7 +116,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
 
 def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     config = small_runs.small_config(**{"train.steps": 1, "warmup.steps": 0})
-    run = of_config(config)
+    run = abstract_run(config)
     need = fit.estimate(run.kept, run.training)
     # The store of a run has its own prompts, so less beside.
     there = (need.beside + 8.5 * need.row) / 0.9
