@@ -15,7 +15,7 @@ from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.draft_training import count_tokens
-from specrl_jax.algorithms.losses import compares_pairs, policy_metrics
+from specrl_jax.algorithms.losses import compares_pairs
 from specrl_jax.algorithms.row_selection import ROW_SELECTIONS, cut_to_budget, draw_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
@@ -26,7 +26,6 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.algorithms.update import join, make_batch, update
-from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
 from specrl_jax.rollout.engine.all_rows import abstract_rollout
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -35,6 +34,11 @@ from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.description import critic_only_steps
 from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.update_metrics import (
+    drop_skipped_updates,
+    packing_metrics,
+    update_metrics,
+)
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 # Sets the draws of rows apart from others of the same seed and step.
@@ -219,8 +223,8 @@ def _update_by_mini_batches(
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
     history = drop_skipped_updates(run, state, hosts.fetch(history))
-    metrics = _update_metrics(run, history) | metrics
-    metrics |= _packing_metrics(mini_batches, batch, settings.passes)
+    metrics = update_metrics(run, history) | metrics
+    metrics |= packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
     updates = state.updates
@@ -349,106 +353,3 @@ def _pack_all(run: Run, batch: Batch) -> PackedRows:
     row_tokens = RowTokens.fetch(batch)
     row_ids = np.arange(len(row_tokens.tokens))
     return pack_rows(run.update_spec, row_tokens, row_ids, row_tokens.response_lens > 0)
-
-
-# Stage → what its scalars begin with, the field of its learning rate.
-_STAGES = {
-    "policy": ("", "updates.learning_rate"),
-    "critic": ("critic_", "critic.learning_rate"),
-    "draft head": ("head_", "rollout.head.learning_rate"),
-}
-
-
-def drop_skipped_updates(
-    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
-) -> list[dict[str, np.ndarray]]:
-    """Return the scalars of the updates that were not skipped; count in `state` those in a row.
-
-    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
-    or `updates.skip_nonfinite` updates in a row were skipped.
-    """
-    fields = dict(flatten(run.config))
-    made = []
-    for scalars in history:
-        stage, name = _first_nonfinite(scalars)
-        if not name:
-            made.append(scalars)
-            state.skipped_in_row = 0
-            continue
-        prefix, field = _STAGES[stage]
-        state.skipped_in_row += 1
-        skippable = name in ("loss", "grad_norm")
-        if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
-            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
-            raise FloatingPointError(
-                f"step {state.step}: {stage}: {name} is {scalars[prefix + name]}{row}; "
-                f"lower {field}, now {fields[field]}"
-            )
-    return made
-
-
-def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Return (stage, name) of the first scalar that is not finite, or empty."""
-    for name in ("loss", "grad_norm", "weight_norm", "moments"):
-        for stage, (prefix, _) in _STAGES.items():
-            if not np.isfinite(scalars.get(prefix + name, 0.0)):
-                return stage, name
-    return "", ""
-
-
-@jax.jit
-def _count_packed(packed: PackedRows) -> tuple[Array, Array]:
-    """Count the rows that have a token, and the slots that hold one."""
-    sequences = packed.sequences
-    slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
-    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
-    # token has a token after it.
-    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
-    held = (sequences.ends > slots) & ~alone
-    return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
-
-
-def _packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -> dict[str, float]:
-    num_rows, tokens = zip(*hosts.fetch([_count_packed(x) for x in mini_batches]), strict=True)
-    slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
-    return {
-        "update/signal_fraction": sum(num_rows) / len(batch.tokens),
-        "update/computed_fraction": slots / batch.tokens.size,
-        "update/tokens": passes * sum(tokens),
-    }
-
-
-def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return metrics of the step's updates, from each one's scalars; {} of none."""
-
-    def mean(name: str) -> float:
-        return np.mean([scalars[name] for scalars in history])
-
-    def total(name: str) -> np.ndarray:
-        return sum(scalars.get(name, 0) for scalars in history)
-
-    if not history:
-        return {}
-    metrics = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
-    # Means over the tokens that are computed, where there are any.
-    if total("tokens"):
-        metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    if tokens := total("solution_tokens"):
-        metrics["policy/solution_nll"] = total("solution_nll") / tokens
-    if pairs := total("pairs"):
-        metrics["policy/pair_loss"] = total("pair_loss") / pairs
-        metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs
-    # Where the old log-probs are the rollout's, the first update measures the difference.
-    if tokens := history[0]["tokens"]:
-        metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
-    if run.update_spec.critic:
-        tokens = max(total("tokens"), 1)  # a batch may hold none
-        metrics["critic/loss"] = mean("critic_loss")
-        metrics["critic/clip_fraction"] = total("critic_clipped") / tokens
-        metrics["critic/grad_norm"] = mean("critic_grad_norm")
-    if run.update_spec.draft_head:
-        tokens = max(total("head_tokens"), 1)
-        metrics["draft_head/loss"] = mean("head_loss")
-        metrics["draft_head/overlap"] = total("head_overlap")[0] / tokens
-        metrics["draft_head/grad_norm"] = mean("head_grad_norm")
-    return metrics
