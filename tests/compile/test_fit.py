@@ -40,7 +40,7 @@ def test_a_row_by_hand(mesh):
     run = run_of()
     need = fit.estimate(run.kept, run.training)
     cache = 9 * 2 * 2 * 4 * 4  # slots, keys and values, heads, their size, bytes
-    kept = 11 * 4 + 1 + 7 * (3 * 4 + 1)  # numbers of a row; four arrays of 6 tokens and a margin
+    kept = 11 * 4 + 2 + 7 * (3 * 4 + 1)  # numbers, marks; four arrays of 6 tokens and a margin
     step = 2 * 4 * (16 + 4 * 9)  # logits and scores, twice
     texts = 4 * (4 * 18 + 9)  # a sequence of two rows, a slot for each token
     assert need.row == cache + kept + step + texts
