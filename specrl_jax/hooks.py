@@ -3,7 +3,8 @@
 import contextlib
 from pathlib import Path
 
-from specrl_jax.compile import fit, memory, programs, shapes
+from specrl_jax.compile import fit, memory, programs
+from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.reports.report_page import ReportWriter
 from specrl_jax.reports.runs import read_run, summarize
@@ -34,7 +35,7 @@ class StandardHooks(Hooks):
         # A reference that is re-read from its source is not in the checkpoint, but it needs memory.
         if state.reference:
             kept["reference"] = (state.reference.params, state.reference.adapters)
-        programs.compile_run(shapes.of_run(run), kept)
+        programs.compile_run(AbstractRun.of(run), kept)
 
     def after_save(self) -> None:
         """Refresh the report page."""

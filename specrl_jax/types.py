@@ -63,6 +63,16 @@ class Prompts:
     ids: np.ndarray  # uint32 [Q, 2], the prompt_id as two words, high word first; keys the noise
     examples: tuple[Example, ...]  # the Q problems
 
+    @classmethod
+    def blank(cls, count: int, slots: int) -> "Prompts":
+        """Return prompts of zeros that fill their slots, for the shapes of what is made of them."""
+        return cls(
+            tokens=np.zeros((count, slots), np.int32),
+            lens=np.full(count, slots, np.int32),
+            ids=np.zeros((count, 2), np.uint32),
+            examples=(),
+        )
+
     def select(self, rows: Sequence[int] | np.ndarray) -> "Prompts":
         """Return the prompts at these indices, in this order."""
         rows = np.asarray(rows, np.int64)

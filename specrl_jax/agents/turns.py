@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import hosts
+from specrl_jax import abstract, hosts
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.edit import turn_drafts
@@ -193,3 +193,11 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
         done=all_rows.done & ~answered,
         tokens=dataclasses.replace(cleared, ids=written, sources=sources),
     )
+
+
+def append_forced_inputs(all_rows: Rows, response_slots: int) -> tuple:
+    """Return the inputs of `append_forced`."""
+    (count,) = all_rows.lens.shape
+    tokens = abstract.array(np.int32, (count, response_slots), "batch", None)
+    lens = abstract.array(np.int32, (count,), "batch")
+    return all_rows, tokens, lens, abstract.array(np.bool_, (count,), "batch")

@@ -19,6 +19,7 @@ from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_lo
 from specrl_jax.algorithms.preference import weigh_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
+    abstract_packed,
     logprobs,
     read_nodes,
     slot_logprobs,
@@ -131,6 +132,18 @@ def update(
         sizes = _sizes(head.params, head.opt_state)
         scalars["head_weight_norm"], scalars["head_moments"] = sizes
     return state, scalars
+
+
+def update_inputs(
+    update_spec: UpdateSpec,
+    state: PolicyState,
+    batch: Batch,
+    num_rows: int,
+    base_params: Params | None,
+) -> tuple:
+    """Return the inputs of `update` for mini-batches of `num_rows` rows."""
+    packed = abstract_packed(update_spec, batch, num_rows)
+    return update_spec, state, batch, packed, base_params
 
 
 def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import (
     on_shards,
@@ -132,6 +133,11 @@ def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Laye
     return on_shards(local, layer, done, index, like=layer)
 
 
+def compact_layer_inputs(layer: Layer, rows: Rows) -> tuple:
+    """Return the inputs of `compact_layer` for a layer of the cache of these rows."""
+    return layer, rows.done, rows.index
+
+
 @functools.partial(jax.jit, donate_argnames="rows")
 def release(rows: Rows, over: Array) -> Rows:
     """Turn rows of the running batch into padding. over: bool [B], the rows, among all rows."""
@@ -142,6 +148,11 @@ def release(rows: Rows, over: Array) -> Rows:
         return _pad(rows, ~(inside & over[jnp.where(inside, index, 0)]))
 
     return on_shards(local, rows, over, like=rows)
+
+
+def release_inputs(rows: Rows, all_rows: Rows) -> tuple:
+    """Return the inputs of `release`."""
+    return rows, abstract.array(np.bool_, all_rows.done.shape, "batch")
 
 
 def _pad(rows: Rows, real: Array) -> Rows:

@@ -35,9 +35,9 @@ def watched(monkeypatch):
     seen = []
     real = learn.update
 
-    def update(update_spec, state, batch, packed, **options):
+    def update(update_spec, state, batch, packed, *rest, **options):
         arrays = jax.device_get((packed.row_ids, batch.mask, batch.advantages, packed.nodes))
-        state, scalars = real(update_spec, state, batch, packed, **options)
+        state, scalars = real(update_spec, state, batch, packed, *rest, **options)
         seen.append(Update(*arrays, jax.device_get(scalars)))
         return state, scalars
 

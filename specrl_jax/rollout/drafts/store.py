@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.sharding import axes, put, reshape, shards
 from specrl_jax.types import Drafts, Prompts, Rollout, StatePart, Tokens
 
@@ -220,6 +221,12 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
         return reshape(rows, (-1, *rows.shape[2:]), "batch", *(None,) * (rows.ndim - 2))
 
     return jax.tree.map(draft, Drafts(stored.tokens, stored.lens))
+
+
+def pick_inputs(stored: Stored, prompts: int) -> tuple:
+    """Return the inputs of `pick_drafts` and `pick_history` for so many prompts."""
+    numbers = abstract.array(np.int32, (prompts,), "batch")
+    return stored, numbers, numbers
 
 
 @jax.jit

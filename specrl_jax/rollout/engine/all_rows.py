@@ -2,22 +2,23 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather, where_rows
-from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
-from specrl_jax.types import Drafts, Rollout, Source
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
 class RowStarts(NamedTuple):
@@ -50,6 +51,12 @@ class RowStarts(NamedTuple):
             done=none if requests.done is None else requests.done,
             idle=none if requests.idle is None else requests.idle,
         )
+
+    @classmethod
+    def blank(cls, spec: RolloutSpec, num_rows: int) -> "RowStarts":
+        """Return starts of rows whose prompts are blank."""
+        prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
+        return cls.of(spec, Requests(prompts, NoiseKey(None, 0)))
 
 
 @functools.partial(jax.jit, static_argnames="purpose")
@@ -95,6 +102,18 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
     )
 
 
+def start_inputs(spec: RolloutSpec, purpose: Purpose, key: Any, num_rows: int) -> tuple:
+    """Return the inputs of `start_rows`."""
+    return spec, int(purpose), key, abstract.on_host(RowStarts.blank(spec, num_rows))
+
+
+def abstract_rows(spec: RolloutSpec, num_rows: int) -> Rows:
+    """Return the shapes of all rows."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    starts = RowStarts.blank(spec, num_rows)
+    return abstract.result(lambda key: start_rows(spec, 0, key, starts), key)
+
+
 @jax.jit
 def write_held(all_rows: Rows, held: Rollout) -> Rows:
     """Return all rows with the tokens that they begin with, [B]."""
@@ -130,6 +149,14 @@ def empty_batch(
     none = jnp.full(size, -1, jnp.int32)
     cache = init_cache(spec.model, size, slots, spec.draft_head is not None)
     return cache, gather(all_rows, reshard(none, "batch"))
+
+
+def abstract_batch(
+    spec: RolloutSpec, all_rows: Rows, size: int, slots: int
+) -> tuple[KVCache, Rows]:
+    """Return the shapes of what `empty_batch` returns."""
+    empty = functools.partial(empty_batch, size=size, slots=slots)
+    return abstract.result(empty, spec, all_rows)
 
 
 @jax.jit
@@ -172,3 +199,13 @@ def read_rollout(
         draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
     )
     return Rollout(tokens, rows.lens, rows.prefix_lens)
+
+
+def read_inputs(spec: RolloutSpec, all_rows: Rows, drafts: Drafts | None) -> tuple:
+    """Return the inputs of `read_rollout` for rows that began with nothing."""
+    return spec, all_rows, drafts, None, jax.ShapeDtypeStruct((), np.int32)
+
+
+def abstract_rollout(spec: RolloutSpec, num_rows: int) -> Rollout:
+    """Return the shapes of a rollout."""
+    return abstract.result(read_rollout, *read_inputs(spec, abstract_rows(spec, num_rows), None))

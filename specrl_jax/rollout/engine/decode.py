@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
@@ -105,6 +107,14 @@ def decode_steps(
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
     return cache, rows, draft_state, steps, counts, count_unfinished(rows)
+
+
+def decode_inputs(shapes: RolloutShapes, size: int, width: int) -> tuple:
+    """Return the inputs of `decode_steps` for a batch of `size` slots."""
+    cache, rows = shapes.batch(size)
+    draft_state = shapes.draft_state if width > 1 else None
+    stop = abstract.on_host(StopCondition.of())
+    return shapes.spec, shapes.weights, cache, rows, draft_state, stop
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
 from specrl_jax.models.row_slices import read_slots, take_slots
@@ -36,6 +37,7 @@ from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
@@ -196,6 +198,26 @@ def extend(
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
     return cache, rows, counts, count_unfinished(rows)
+
+
+def extend_inputs(shapes: RolloutShapes) -> tuple:
+    """Return the inputs of `extend`."""
+    spec = shapes.spec
+    buckets = shapes.buckets
+    cache, rows = shapes.batch(buckets.sizes[0])
+    none = np.zeros((0, spec.prompt_slots + spec.response_slots), np.int32)
+    no_lens = none[:, 0]
+    texts = pack_texts(buckets, none, no_lens, [no_lens] * buckets.shards, no_lens)
+    return (
+        spec,
+        buckets,
+        shapes.weights,
+        cache,
+        rows,
+        shapes.all_rows,
+        shapes.drafts,
+        abstract.on_host(texts),
+    )
 
 
 def _slots_free_first(done: Array, index: Array) -> Array:

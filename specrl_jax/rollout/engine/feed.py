@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
 from specrl_jax.models.row_slices import read_slots, write_slots
@@ -26,6 +27,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
 from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -129,6 +131,24 @@ def feed(
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
     return cache, rows, counts, count_unfinished(rows)
+
+
+def feed_inputs(shapes: RolloutShapes, size: int) -> tuple:
+    """Return the inputs of `feed` for a batch of `size` slots."""
+    buckets = shapes.buckets
+    cache, rows = shapes.batch(size)
+    none = np.zeros(0, np.int32)
+    fed = pack_fed(buckets, shapes.num_rows // buckets.shards, none, none, none, none, none)
+    return (
+        shapes.spec,
+        buckets,
+        shapes.weights,
+        cache,
+        rows,
+        shapes.all_rows,
+        shapes.drafts,
+        abstract.on_host(fed),
+    )
 
 
 def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rollout_reference import fields_of
 
-from specrl_jax.compile.shapes import abstract
+from specrl_jax import abstract
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.sharding import put
@@ -168,7 +168,7 @@ def test_the_arrays_are_split_over_the_prompts(make_mesh):
     with jax.set_mesh(make_mesh(2, 2, 2)):
         shape = StoreShape(65, 2, R, history=2, k=4)
         arrays = DraftStore(shape).arrays()
-        shapes = abstract(shape.empty)
+        shapes = abstract.result(shape.empty)
         assert arrays.tokens.ids.shape == (2, 128, 2, R)
         assert arrays.tokens.top_ids.shape == (1, 128, 2, R, 4)
         for array, like in zip(*map(jax.tree.leaves, (arrays, shapes)), strict=True):
