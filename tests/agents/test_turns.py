@@ -11,11 +11,12 @@ from rollout_reference import _PLAIN, KEY, check_equal, host, make_spec
 from specrl_jax.agents.turns import EpisodeRollout, turn_drafts
 from specrl_jax.models.draft_head import copy_draft_head, init_draft_head
 from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.sharding import put
-from specrl_jax.types import PartialRows, Source
+from specrl_jax.types import Source
 
 R, TURNS = 24, 4
 PROMPTS = ref.random_prompts(8)
@@ -68,16 +69,17 @@ def play(spec, weights, share=0.0, step=1, **inputs):
 def play_again(spec, weights, drafts=None, step=1, **inputs):
     """Play the same by a rollout for each turn, which computes all that rows hold again."""
     environment = Environment()
-    begun = None
+    held = done = None
+    draft_lens = 0
     stats = []
     while not environment.over.all():
         of_turn = drafts
         if drafts is not None:
-            held = (None, None) if begun is None else (begun.rollout, begun.done)
-            of_turn = turn_drafts(drafts, *held, spec.eos_ids)
-        result = ref.rollout(
-            spec, weights, PROMPTS, step=step, drafts=of_turn, partial_rows=begun, **inputs
-        )
+            of_turn = turn_drafts(drafts, held, done, spec.eos_ids)
+        noise = NoiseKey(jax.random.key(KEY), step)
+        requests = Requests(PROMPTS, noise, of_turn, held=held, done=done, **inputs)
+        result = generate(spec, weights, requests)
+        draft_lens = draft_lens + result.draft_lens
         stats.append(result.stats)
         rollout = host(result.rollout)
         answers = environment.answers(rollout.tokens.ids, rollout.lens, np.ones(ROWS, bool))
@@ -87,12 +89,9 @@ def play_again(spec, weights, drafts=None, step=1, **inputs):
             rollout.tokens.ids[row, new] = ids
             rollout.tokens.sources[row, new] = Source.FORCED
             rollout.lens[row] += len(ids)
-        begun = PartialRows(
-            ref.put_rows(rollout),
-            put(environment.over, "batch"),
-            put(result.draft_lens, "batch"),
-        )
-    return rollout, result.draft_lens, Stats.total(stats), environment.turns
+        held = ref.put_rows(rollout)
+        done = environment.over.copy()
+    return rollout, draft_lens, Stats.total(stats), environment.turns
 
 
 def with_head(weights, params):
@@ -125,8 +124,9 @@ def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monk
             weights = with_head(weights, params)
             older_weights = with_head(older_weights, params)
         spec = make_spec(slots=R, eos=EOS, turns=True, **options)
+        spec = ref.with_lenience(spec, 0.3)
         older, _, _, _ = play(spec, older_weights, step=0)
-        drafts = {"drafts": ref.as_drafts(older), "log_lenience": 0.3}
+        drafts = {"drafts": ref.as_drafts(older)}
         if spec.draft_source:
             drafts["history"] = ref.history_of(spec, older.tokens.ids, older.lens)
         for inputs in ({}, drafts):
@@ -296,6 +296,7 @@ def test_a_turn_ends_by_its_own_tokens(make_mesh, name, case):
             weights = with_head(weights, params)
             older_weights = with_head(older_weights, params)
         spec = make_spec(slots=R, eos=(1,), turns=True, stop=stop, **options)
+        spec = ref.with_lenience(spec, 0.3)
         player = Player(spec, params, strings)
         older, _, _ = play_by_law(spec, older_weights, strings, step=0)
         plain, _, starts = play_by_law(spec, weights, strings)
@@ -306,7 +307,7 @@ def test_a_turn_ends_by_its_own_tokens(make_mesh, name, case):
             spec.ended(plain.tokens.ids, plain.lens, starts), player.ended
         )
         for source in (older, plain):
-            inputs = {"drafts": ref.as_drafts(source), "log_lenience": 0.3}
+            inputs = {"drafts": ref.as_drafts(source)}
             if spec.draft_source:
                 inputs["history"] = ref.history_of(spec, source.tokens.ids, source.lens)
             played, stats, _ = play_by_law(spec, weights, strings, **inputs)

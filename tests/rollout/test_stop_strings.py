@@ -20,7 +20,6 @@ from specrl_jax.rollout.stop_strings import (
     turn_ends,
     write_stop,
 )
-from specrl_jax.types import PartialRows
 
 TEXT = st.text("ab<", max_size=3)
 STRING = st.text("ab<", min_size=1, max_size=4)
@@ -125,12 +124,8 @@ def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
         _, weights = ref.policy(model=ref.ONE_LAYER)
         whole = host(ref.run(spec, weights, ref.random_prompts())[0])
         lens = np.maximum(whole.lens - np.arange(len(whole.lens)) % 3 - 1, 0)
-        partial_rows = PartialRows(
-            dataclasses.replace(whole, lens=lens.astype(np.int32)), lens < 0, np.zeros_like(lens)
-        )
-        resumed, _ = ref.run(
-            spec, weights, ref.random_prompts(), partial_rows=ref.put_rows(partial_rows)
-        )
+        held = dataclasses.replace(whole, lens=lens.astype(np.int32))
+        resumed, _ = ref.run(spec, weights, ref.random_prompts(), held=ref.put_rows(held))
     assert np.any(whole.lens < expected.lens)
     np.testing.assert_array_equal(resumed.lens, whole.lens)
     np.testing.assert_array_equal(resumed.tokens.ids, whole.tokens.ids)

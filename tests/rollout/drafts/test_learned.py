@@ -11,7 +11,6 @@ from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, mat
 
 from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
@@ -101,7 +100,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
             before, model.lookup(tokens), positions_BT=slots
         )
         # The guess at a slot is for the token of the next one.
-        seeds = start_all_rows(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1)).seeds
+        seeds = ref.start(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1)).seeds
         positions = put(np.arange(texts.shape[1])[None] + 1 - lens[:, None], "batch", None)
         logits = truncate(temper(model.logits(guessing), SAMPLING), SAMPLING)
         guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])
