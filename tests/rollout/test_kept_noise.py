@@ -100,7 +100,6 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         drafts = as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
         result = generate(spec, weights, Requests(prompts, noise, drafts))
-        assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
         for step in (1, 2, 3):
             rows = np.flatnonzero(steps.reshape(-1) == step)
