@@ -7,7 +7,6 @@ on the noise that wrote the drafts (exact reuse), as previous and as tree drafts
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +37,6 @@ class _Case:
     label: str
     spec: RolloutSpec
     drafted: bool = True
-    lenience: float = 1.0
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
     def drafts_of(self, written: Rollout) -> dict[str, Any]:
@@ -46,8 +44,7 @@ class _Case:
         if not self.drafted:
             return {}
         if not self.spec.draft_source:
-            drafts = Drafts(written.tokens, written.lens)
-            return {"drafts": drafts, "log_lenience": math.log(self.lenience)}
+            return {"drafts": Drafts(written.tokens, written.lens)}
         tokens = np.asarray(written.tokens.ids)
         lens = np.asarray(written.lens)
         return {"history": as_history(tokens, lens, self.spec.group_size)}
@@ -131,9 +128,9 @@ def _cases(run: Run) -> Iterator[_Case]:
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
-            yield _Case(label, with_rule(rule), lenience=lenience)
+            yield _Case(label, with_rule(rule.of(lenience)))
         if rule.samples_anew:
-            yield _Case(f"{name}, kept noise", with_rule(rule), keeps_noise=True)
+            yield _Case(f"{name}, kept noise", with_rule(rule.of(1.0)), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
     width = settings.max_width
