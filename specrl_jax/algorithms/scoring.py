@@ -21,7 +21,7 @@ from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
-from specrl_jax.models.row_slices import take_slots
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
 from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
 from specrl_jax.sharding import axes, chunk_tokens, put, reshape, reshard, shards, take_rows
@@ -159,7 +159,7 @@ def slot_logprobs(
     """
     model = Transformer(update_spec.model, params)
     states_mTD = _states(model, sequences)
-    hidden_mTD = take_slots(states_mTD, sequences.parents)
+    hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
     def read_logits(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
         logits = logits / update_spec.temperature
@@ -171,7 +171,7 @@ def slot_logprobs(
         return TokenLogprobs(*columns, values=None), states_mTD
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
-        hidden_mTD = take_slots(_states(decoder, sequences), sequences.parents)
+        hidden_mTD = gather_tokens(_states(decoder, sequences), sequences.parents)
     return TokenLogprobs(*columns, token_values(critic, hidden_mTD)), states_mTD
 
 

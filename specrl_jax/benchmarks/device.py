@@ -260,8 +260,8 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> Roll
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), **fields)
-    return functools.partial(generate, spec, weights, inputs, max_lens=lens)
+    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), max_lens=lens, **fields)
+    return functools.partial(generate, spec, weights, inputs)
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:

@@ -264,13 +264,14 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     # The longest is 8 times the median.
     lens = long_tailed(size.rows, size.response_len, size.response_len / 8)
     weights = random_weights(size.model)
-    inputs = Requests(random_prompts(size, size.rows), NoiseKey(jax.random.key(0), 1))
+    prompts = random_prompts(size, size.rows)
+    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), max_lens=lens)
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)
     cases = {
-        "naive loop": functools.partial(generate, naive, weights, inputs, max_lens=lens),
-        "no drafts": functools.partial(generate, plain, weights, inputs, max_lens=lens),
+        "naive loop": functools.partial(generate, naive, weights, inputs),
+        "no drafts": functools.partial(generate, plain, weights, inputs),
     }
     rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
@@ -283,8 +284,8 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
         ):
             drafted = dataclasses.replace(inputs, **fields)
             seconds = time_decoding(spec, weights, drafted)
-            options = {"max_lens": lens, "speculation": Speculation(seconds)}
-            case = functools.partial(generate, spec, weights, drafted, **options)
+            speculation = Speculation(seconds)
+            case = functools.partial(generate, spec, weights, drafted, speculation=speculation)
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}

@@ -32,9 +32,9 @@ class BegunRows:
 
     rollout: Rollout  # the responses so far
     done: Array  # bool [X * G]
-    # int32 [X * G], tokens of the row's draft; if the row is unfinished and nothing was rejected
-    # yet, only the accepted ones.
-    draft_lens: Array
+    # int32 [X * G], draft tokens that the row was given; if it is unfinished and nothing was
+    # rejected yet, only the accepted ones: it loses the rest.
+    spent_lens: Array
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "BegunRows":
@@ -118,18 +118,18 @@ class PartialRollout(WholeRollout):
         config = self.run.config.rollout
         group_size = config.group_size
         rows = len(result.finished)
-        begun = hosts.fetch(self.begun.draft_lens)[: len(self.prompt_ids) * group_size]
-        draft_lens = result.draft_lens + np.pad(begun, (0, rows - len(begun)))
+        spent = hosts.fetch(self.begun.spent_lens)[: len(self.prompt_ids) * group_size]
+        draft_lens = result.draft_lens + np.pad(spent, (0, rows - len(spent)))
         # An unfinished row that rejected nothing so far loses the rest of its draft: nothing more
         # of it counts as rejected. A row that has not begun gets its draft again.
         lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
         unspoilt = ~result.finished & (prefix_lens == lens)
-        left = np.where(unspoilt, prefix_lens, draft_lens)
+        spent = np.where(unspoilt, prefix_lens, draft_lens)
         group_done = result.finished.reshape(-1, group_size).all(axis=1)
         fillers = requests.enough_groups - config.prompts_per_step
         finished = np.flatnonzero(group_done)[: config.prompts_per_step]
         others = np.setdiff1d(np.arange(len(group_done) - fillers), finished)
-        kept = BegunRows(result.rollout, put(result.finished, "batch"), put(left, "batch"))
+        kept = BegunRows(result.rollout, put(result.finished, "batch"), put(spent, "batch"))
         self.begun = take(kept, rows_of(others, group_size), len(self.begun.done))
         self.prompt_ids = tuple(requests.prompts.examples[q].prompt_id for q in others)
         self.noise_steps = tuple(map(tuple, requests.noise.noise_steps[others].tolist()))

@@ -31,7 +31,7 @@ from jax import Array
 from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
-from specrl_jax.models.row_slices import read_slots, take_slots
+from specrl_jax.models.row_slices import gather_tokens, read_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
@@ -177,7 +177,7 @@ def extend(
         head_cache = []
         if spec.draft_head is not None:
             head = DraftHead(spec.model, weights["draft_head"])
-            states = take_slots(hidden, sequences.parents)
+            states = gather_tokens(hidden, sequences.parents)
             embedded = model.lookup(sequences.tokens)
             _, own = head(states, embedded, positions_BT=sequences.depths, ends_BT=sequences.ends)
             head_cache = [own]
