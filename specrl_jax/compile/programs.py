@@ -7,12 +7,12 @@ The list follows from the configuration. Training compiles it at the start (`com
 import concurrent.futures
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import rich.console
 
 from specrl_jax.abstract import device_bytes
 from specrl_jax.agents.turns import append_forced, append_forced_inputs
@@ -232,23 +232,21 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     start = time.perf_counter()
     listed = run_programs(run)
     models = sum(program.runs_model for program in listed)
-    done = []
-    if not sys.stderr.isatty():  # no progress is seen: minutes without a word would look dead
+    console = rich.console.Console(stderr=True)
+    if not console.is_terminal:  # no progress is seen: minutes without a word would look dead
         print(
             f"compiling {len(listed)} programs, {models} of the model; those of a large model take "
             "minutes the first time",
             flush=True,
         )
+    done = []
+    with console.status("compiling") as status:
 
-    def note(name: str) -> None:
-        done.append(name)
-        if sys.stderr.isatty():
-            line = f"compiling: {len(done)} of {len(listed)}, {name}"
-            print(f"\r{line:78.78}", end="", file=sys.stderr, flush=True)
+        def note(name: str) -> None:
+            done.append(name)
+            status.update(f"compiling: {len(done)} of {len(listed)}, {name}")
 
-    compiled = compile_all(listed, note)
-    if sys.stderr.isatty():
-        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
+        compiled = compile_all(listed, note)
     kept = {mesh: device_bytes(state, mesh) for mesh in {x.mesh for x in listed}}
     needs = {x.name: needed_bytes(x, compiled[x.name], kept[x.mesh]) for x in listed}
     largest = max(needs, key=needs.get)
