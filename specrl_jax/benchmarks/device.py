@@ -39,7 +39,7 @@ from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
-from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
@@ -343,7 +343,6 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     rows = rows_half_way()
     drafts = spec.draft_source.init(prompts, history, GROUP)
     stop = StopCondition.of(
-        ShardSizes(np.int32(size.rows), np.int32(size.rows)),
         max_steps=_TIMED_STEPS,
         max_unfinished=-1,
         max_left=-1,
