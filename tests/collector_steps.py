@@ -55,7 +55,7 @@ class Step:
 
     @property
     def rollout(self):
-        return ref.host(self.rollout)
+        return ref.host(self.result.rollout)
 
     @property
     def prompts(self) -> Prompts:

@@ -178,12 +178,10 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     waits = ["algorithm.dynamic_sampling is True"] if config.algorithm.dynamic_sampling else []
     if curriculum.screens:
         waits.append(by_name)
-    unforeseen = waits or ([] if curriculum.foresees else [by_name])
-    for reason in unforeseen:
-        yield "rollout.partial", f"0 where {reason}", not partial
+    if not curriculum.foresees:
+        yield "rollout.partial", f"0 where {by_name}", not partial
+        yield "rollout.run_ahead", f"False where {by_name}", not config.rollout.run_ahead
     partial_rows = ["rollout.partial is > 0"] if partial else []
-    for reason in unforeseen + partial_rows:
-        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
     for reason in waits + partial_rows:
         by_update = meaning(config, "updates.old_logprobs").by_update
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update

@@ -352,7 +352,7 @@ def test_parts_of_a_group_have_names_and_noise_of_their_own():
     whole = stream.next()
     assert part_of(whole, 0) is whole
     parts = [part_of(whole, first) for first in (0, 2, 4)]
-    names = [e.prompt_id for part in parts for e in part.examples]
+    names = [e.key for part in parts for e in part.examples]
     assert len(set(names)) == len(names) == 9
     assert names[3] == names[0] + "+2"
     examples = [e for part in parts for e in part.examples]

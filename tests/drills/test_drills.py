@@ -30,6 +30,7 @@ from specrl_jax.config import cli
 from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
+from specrl_jax.training import opening
 
 # A checkpoint at every step: a kill finds one under way more often than not.
 CHANGES = {
@@ -122,8 +123,8 @@ class Phase:
 
 # In the order in which a run meets them, each in a life of its own.
 PHASES = [
-    Phase(loop, "build", saves=False), Phase(loop, "init_state", saves=False),
-    Phase(loop, "evaluate_held_out"), Phase(loop, "resume", saves=False),
+    Phase(opening, "build", saves=False), Phase(opening, "init_state", saves=False),
+    Phase(loop, "evaluate_held_out"), Phase(opening, "resume", saves=False),
     Phase(loop, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip

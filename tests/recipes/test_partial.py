@@ -178,7 +178,7 @@ def test_what_was_not_judged_yet_is_not_rejected(mesh):
     waited = sum(int((np.asarray(s.before.begun.rollout.lens) == 0).sum()) for s in result[1:])
     assert waited > 0
     for step in result:
-        np.testing.assert_array_equal(step.draft_lens, step.rollout.prefix_lens)
+        np.testing.assert_array_equal(step.result.draft_lens, step.rollout.prefix_lens)
         assert step.rollout.prefix_lens.any()
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_holds_what_has_begun(mesh):
     assert other.collector.prompts_waiting == X
     step, expected = (one_step(x, weights) for x in (other, state))
     assert step.batch.metrics["rollout/tokens_resumed"] > 0
-    assert_same_bits(step.rollout, expected.rollout)
+    assert_same_bits(step.result.rollout, expected.result.rollout)
     assert step.after.host() == expected.after.host()
 
 

@@ -222,7 +222,7 @@ def test_it_is_newer_than_what_is_stored(make_mesh):
     own = ~requests.idle.reshape(16, 4).any(axis=1)
     assert own.tolist() == ([True] * 4 + [False] * 4) * 2
     np.testing.assert_array_equal(lens[own, 0].reshape(32), begun.lens)
-    np.testing.assert_array_equal(tokens[own, 0].reshape(32, 8), begun.tokens)
+    np.testing.assert_array_equal(tokens[own, 0].reshape(32, 8), begun.tokens.ids)
     assert not lens[~own, 0].any()
 
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_holds_what_was_begun(mesh):
     other.collector = other.collector.restore(names, state.collector.arrays())
     assert other.collector.host() == state.collector.host()
     step, expected = (one_step(x, weights) for x in (other, state))
-    assert_same_bits(step.rollout, expected.rollout)
+    assert_same_bits(step.result.rollout, expected.result.rollout)
     assert step.batch.metrics["rollout/run_ahead_accepted"] == 1
 
 

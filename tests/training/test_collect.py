@@ -101,9 +101,9 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     ("algorithm", "changes", "prefix"),
     [
         ("ppo", {}, "train.critic"),
-        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "groups"),
-        ("grpo", {"rollout.partial": 2}, "resumed"),
-        ("grpo", RUN_AHEAD, "run_ahead"),
+        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "collector"),
+        ("grpo", {"rollout.partial": 2}, "collector"),
+        ("grpo", RUN_AHEAD, "collector"),
     ],
     ids=["ppo", "speed", "partial", "run ahead"],
 )
@@ -145,10 +145,9 @@ def _parts(seen):
         rewards = scored.rewards.rewards.reshape(-1, N)
         tokens = scored.tokens.reshape(len(rewards), N, -1)
         for q, example in enumerate(scored.prompts.examples):
-            name, _, first = example.prompt_id.partition("+")
-            parts = entries.setdefault(name, {})
-            assert int(first or 0) not in parts
-            parts[int(first or 0)] = (step, rewards[q], tokens[q])
+            parts = entries.setdefault(example.prompt_id, {})
+            assert example.first_sample not in parts
+            parts[example.first_sample] = (step, rewards[q], tokens[q])
     return entries
 
 

@@ -14,7 +14,7 @@ from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
 from specrl_jax.training.state import RunOrigin, RunState
 
-ALWAYS = {"stream", "store", "origin", "kept_noise"}
+ALWAYS = {"stream", "store", "origin", "kept_noise", "collector"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
@@ -29,10 +29,10 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[RunState, RunState]
     [
         ({}, "grpo", set()),
         ({"algorithm.kl_coef": 0.1}, "grpo", {"reference"}),
-        ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
-        ({"rollout.partial": 2}, "grpo", {"resumed"}),
+        ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", set()),
+        ({"rollout.partial": 2}, "grpo", set()),
         ({"rollout.staleness": 1}, "grpo", {"source"}),
-        ({"rollout.draft": "none"}, "dapo", {"groups"}),
+        ({"rollout.draft": "none"}, "dapo", set()),
         (ADAPTIVE | {"rollout.draft": "previous+tree"}, "grpo", {"speculation"}),
         (ADAPTIVE, "grpo", set()),  # steps have no drafts, so there is no width to choose
     ],
