@@ -60,7 +60,7 @@ def make_train_batch(
     rule = run.rollout_spec.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
-        metrics |= off_policy.measure(batch.rollout, rejected_mass, rule.lenient_share)
+        metrics |= off_policy.measure(batch.rollout, rejected_mass, rule)
     return dataclasses.replace(batch, metrics=metrics | seconds, rejected_mass=rejected_mass)
 
 

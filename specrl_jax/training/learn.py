@@ -65,7 +65,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         weights = off_policy.importance_weights(
             collected.rollout,
             np.float32(collected.rejected_mass),
-            run.rollout_spec.accept.importance_weight,
+            run.rollout_spec.accept,
         )
         batch = dataclasses.replace(batch, importance_weights=weights)
     metrics |= _update_by_mini_batches(run, state, batch, collected)

@@ -51,11 +51,11 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     chance = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
     accepted_mass = old * chance
     mass = 1 - accepted_mass.sum()
-    weight = ACCEPTANCE_RULES[rule].of(math.exp(log_lenience)).importance_weight
+    acceptance = ACCEPTANCE_RULES[rule].of(math.exp(log_lenience))
 
     def weights(accepted: bool):
         rollout = one_token_rollout(new, old, accepted)
-        return off_policy.importance_weights(rollout, np.float32(mass), weight)[:, 0]
+        return off_policy.importance_weights(rollout, np.float32(mass), acceptance)[:, 0]
 
     first = weights(True)
     last = weights(False)
@@ -71,7 +71,7 @@ def test_exact_rules_have_weight_1(mesh, rule):
     weights = off_policy.importance_weights(
         one_token_rollout(*distributions(), accepted=True),
         np.float32(0.2),
-        ACCEPTANCE_RULES[rule].of(2.0).importance_weight,
+        ACCEPTANCE_RULES[rule].of(2.0),
     )
     np.testing.assert_array_equal(weights, 1)
 
@@ -96,7 +96,7 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     )
     rollout = Rollout(tokens, jnp.ones(rows, jnp.int32), jnp.asarray(accepted, jnp.int32))
     mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
-    measured = off_policy.measure(rollout, mass, rule.lenient_share)
+    measured = off_policy.measure(rollout, mass, rule)
     ratio = new / old
     accepted_mass = old * np.minimum(1, np.exp(log_lenience) * ratio)
     strict = old * np.minimum(1, ratio)
@@ -132,7 +132,7 @@ def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
     rollout = one_token_rollout(old / 2, old, accepted=True)
 
     def share(rule):
-        measured = off_policy.measure(rollout, 0.0, rule.lenient_share)
+        measured = off_policy.measure(rollout, 0.0, rule)
         return measured.get("reuse/lenient_fraction")
 
     assert share(Ratio(np.float32(math.log(1.5)))) == pytest.approx(1 / 3)
@@ -142,7 +142,7 @@ def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
 
 def test_nothing_accepted_has_no_measure(mesh):
     sampled = one_token_rollout(*distributions(), accepted=False)
-    assert off_policy.measure(sampled, 0.0, None) == {}
+    assert off_policy.measure(sampled, 0.0, ACCEPTANCE_RULES["match"].of(1.0)) == {}
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
