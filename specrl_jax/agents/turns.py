@@ -113,7 +113,7 @@ class TurnScheduler(Scheduler):
 
     def __init__(self, runner: Runner, speculation: Speculation | None = None):
         super().__init__(runner, speculation)
-        # int [shards], rows that have begun and are not over, when rows last began or went on
+        # int [shards], rows within a turn when rows last began or went on
         self.alive = np.zeros_like(runner.unfinished_all)
 
     def _occupied(self) -> np.ndarray:

@@ -1,10 +1,9 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
 A file takes a slot of the run by a class of the slot's name, such as `SOURCE`. The class says which
-configuration asks for it:
+field of the configuration asks for it, "" where none does:
 
-    field: str                        # of the configuration, for an error
-    is_asked_for(config) -> bool
+    asked_by(config) -> str
 """
 
 import functools
@@ -22,15 +21,15 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
     Raises ValueError in one line where it asks for two.
     """
     taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
-    asked = [guest for guest in taken if guest.is_asked_for(config)]
+    asked = [(guest, field) for guest in taken if (field := guest.asked_by(config))]
     if len(asked) > 1:
         fields = dict(flatten(config))
-        first, second = (guest.field for guest in asked[:2])
+        first, second = (field for _, field in asked[:2])
         raise ValueError(
             f"{first} and {second} must not be set together, as each is the run's "
             f"{slot.lower()}, got {fields[first]!r} and {fields[second]!r}; set one of them back"
         )
-    return asked[0] if asked else default
+    return asked[0][0] if asked else default
 
 
 @functools.cache

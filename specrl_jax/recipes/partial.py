@@ -45,8 +45,6 @@ class BegunRows:
 class PartialRollout(WholeRollout):
     """One rollout of more groups than are trained on; those that are not done go on later."""
 
-    field = "rollout.partial"
-
     def __init__(self, run: Run):
         super().__init__(run)
         settings = run.config.rollout
@@ -61,8 +59,8 @@ class PartialRollout(WholeRollout):
         self.trained_lens = self.held_lens  # those of the rows that are trained on
 
     @staticmethod
-    def is_asked_for(config) -> bool:
-        return config.rollout.partial > 0
+    def asked_by(config) -> str:
+        return "rollout.partial" if config.rollout.partial else ""
 
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:

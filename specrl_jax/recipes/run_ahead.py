@@ -28,8 +28,6 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 class RunningAhead(WholeRollout):
     """One rollout, whose idle rows begin the prompts of the next step."""
 
-    field = "rollout.run_ahead"
-
     def __init__(self, run: Run):
         super().__init__(run)
         rows, _ = self.rows_per_rollout(run.config)
@@ -39,8 +37,8 @@ class RunningAhead(WholeRollout):
         self.used_lens = np.zeros(rows, np.int32)  # of those that this step's rows began with
 
     @staticmethod
-    def is_asked_for(config) -> bool:
-        return config.rollout.run_ahead
+    def asked_by(config) -> str:
+        return "rollout.run_ahead" if config.rollout.run_ahead else ""
 
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:

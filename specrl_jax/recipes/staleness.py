@@ -37,11 +37,9 @@ class RolloutsAhead(BatchSource, StatePart):
     those after it.
     """
 
-    field = "rollout.staleness"
-
     @staticmethod
-    def is_asked_for(config: Any) -> bool:
-        return config.rollout.staleness > 0
+    def asked_by(config: Any) -> str:
+        return "rollout.staleness" if config.rollout.staleness else ""
 
     @staticmethod
     def rollout_mesh(config: Any) -> jax.sharding.Mesh:

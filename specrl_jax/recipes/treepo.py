@@ -16,7 +16,6 @@ without that; a group as a whole has more of the beginnings that go on for long.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +39,13 @@ from specrl_jax.types import Rollout, Source
 class Forks:
     """Rolls out groups that grow from few rows."""
 
-    field: ClassVar[str] = "rollout.fork.segment"
-
     segment: int  # tokens between two boundaries, at which rows fork
     roots: int  # rows that begin at the prompt
     branches: int  # continuations of a row at a boundary
 
     @staticmethod
-    def is_asked_for(config) -> bool:
-        return config.rollout.fork.segment > 0
+    def asked_by(config) -> str:
+        return "rollout.fork.segment" if config.rollout.fork.segment else ""
 
     @classmethod
     def from_config(cls, config) -> "Forks":

@@ -58,8 +58,6 @@ class Group:
 class WaitingGroups(WholeRollout):
     """Rollouts until groups that teach fill the batch; those beyond it wait."""
 
-    field = "algorithm.dynamic_sampling"
-
     def __init__(self, run: Run):
         super().__init__(run)
         self.groups = GroupBuffer(run.config, len(run.prompts.lens))
@@ -68,9 +66,10 @@ class WaitingGroups(WholeRollout):
         self.groups.kept_rows = Rollout.empty(self.groups.max_waiting_rows, slots, stored)
 
     @staticmethod
-    def is_asked_for(config) -> bool:
-        screens = part_size(config) < config.rollout.group_size
-        return config.algorithm.dynamic_sampling or screens
+    def asked_by(config) -> str:
+        if config.algorithm.dynamic_sampling:
+            return "algorithm.dynamic_sampling"
+        return "curriculum.name" if part_size(config) < config.rollout.group_size else ""
 
     @classmethod
     def rollout_group_size(cls, config) -> int:

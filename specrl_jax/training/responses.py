@@ -131,7 +131,7 @@ class Responder:
     ) -> RolloutResult:
         """Roll prompts out. Arguments: see `generate`.
 
-        clock: gets the seconds of the rollout as time/rollout, of the rewards as time/reward.
+        clock: gets the seconds as time/rollout.
         """
         with clock.timed("time/rollout"):
             return self.generate(spec, weights, requests, speculation)

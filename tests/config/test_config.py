@@ -199,6 +199,7 @@ def test_impossible_combinations(changes, field, words):
         ({"rollout.partial": 2, "rollout.run_ahead": True}, "rollout.partial, rollout.run_ahead"),
         (DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead, algorithm.dynamic_sampling"),
         (DAPO | {"rollout.partial": 2}, "rollout.partial, algorithm.dynamic_sampling"),
+        (SPEED | {"rollout.partial": 2}, "rollout.partial, curriculum.name"),
     ],
 )
 def test_two_recipes_for_one_slot_are_refused(changes, fields):

@@ -18,7 +18,7 @@ NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
 def _guest(field: str, asked: bool):
-    return types.SimpleNamespace(field=field, is_asked_for=lambda config: asked)
+    return types.SimpleNamespace(asked_by=lambda config: field if asked else "")
 
 
 def _modules(*guests, slot: str = "SOURCE"):

@@ -12,10 +12,13 @@ from rollout_reference import check_equal, host, make_prompts, make_spec
 from small_runs import assert_same_run, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.models.transformer import rollout_weights
 from specrl_jax.recipes.treepo import Forks, plan_forks
 from specrl_jax.rollout.engine import runner
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.training.build import build
+from specrl_jax.training.evaluate import evaluate
 from specrl_jax.types import Source
 
 Q, G, R, SEGMENT = 8, 6, 12, 3
@@ -274,3 +277,17 @@ def test_a_run_without_drafts_has_the_same_rewards(mesh, drafted, tmp_path):
     for name in ("reward/mean", "rollout/tokens_copied", "rollout/response_len_mean"):
         assert [r[name] for r in with_drafts] == [r[name] for r in without]
     assert with_drafts[-1]["rollout/tokens_reused"] > 0
+
+
+def test_held_out_responses_do_not_fork(mesh, monkeypatch):
+    """They are independent, however many there are to a prompt."""
+    run, params = build(small_config(RUN | {"evaluate.samples": 4, "evaluate.every": 2}))
+    weights = rollout_weights(run.model, params)
+    noise = NoiseKey(run.key, 1)
+    monkeypatch.setattr(Forks, "__call__", None)
+    with run.responder.pool:
+        answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.responder)
+    assert isinstance(run.responder.generate, Forks)
+    assert all(responses.group_size == 4 for responses in answered)
+    sources = np.concatenate([np.asarray(x.rollout.tokens.sources) for x in answered])
+    assert not np.any(sources == Source.COPIED)
