@@ -108,8 +108,6 @@ def base() -> ConfigDict:
     rollout.draft_age = 1  # 1: the last response, 2: the one before (paper's delayed reuse)
     rollout.accept = "match"  # of previous drafts: match | ratio (SPEC-RL's) | block | random
     rollout.lenience = 1.0  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)
-    rollout.draft_refresh = 0.0  # share of previous drafts left out; not with match
-    rollout.refresh_unsolved = 0.5  # share left out in groups of equal rewards < 1; ratio, random
     rollout.noise_epochs = 4  # visits on which a sample keeps its noise (match); 1: always fresh
     rollout.noise_refresh = 0.0  # share of a group's samples that get fresh noise all the same
     rollout.stored_logprobs = 16  # tokens per position whose π_old is stored; for block
@@ -488,7 +486,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.response_len = 4_096
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
-    config.rollout.refresh_unsolved = 0.0
     config.updates.logits_chunk = 256
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4

@@ -18,7 +18,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     """Return the configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
     config.rollout.accept = "ratio"
-    config.rollout.refresh_unsolved = 0.0  # every case keeps what its rule keeps
     return config
 
 

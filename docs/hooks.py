@@ -28,7 +28,7 @@ MODULES = {
     "Runs": ("train", "training.evaluate", "evaluation.saved_policy", "telemetry.metrics"),
     "Rollouts": ("rollout.generate", "rollout.acceptance", "rollout.drafts.sources"),
     "Algorithms": ("algorithms.advantages", "algorithms.losses"),
-    "Rewards": ("rewards.scorers", "rewards.environments", "rewards.environment_protocol"),
+    "Rewards": ("rewards.scorers", "agents.environments", "agents.environment_protocol"),
     "Models": ("models.families", "models.config"),
 }
 

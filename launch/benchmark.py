@@ -5,7 +5,6 @@
     python launch/benchmark.py training [--size=27m]     whole steps, by kind of draft
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
-    python launch/benchmark.py buckets                   what row buckets save, by arithmetic
     python launch/benchmark.py host                      what the host does with a step's tokens
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
@@ -33,7 +32,7 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
-_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "buckets", "host")
+_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "host")
 # The preset of configs/grpo.py that a benchmark begins from.
 _PRESETS = {"training": "tiny", "host": "qwen3_1p7b"}
 
@@ -76,16 +75,13 @@ def measure(args: argparse.Namespace) -> None:
         from specrl_jax.sharding import make_mesh
 
         runtime.use_compilation_cache()
-        first_device = make_mesh(1, 1, 1, runtime.all_devices()[:1])
-        if args.benchmark != "buckets":  # which sets meshes of its own
-            jax.set_mesh(first_device)
+        jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))
         if preset := _PRESETS.get(args.benchmark):
             run = functools.partial(run, runpy.run_path(str(_CONFIG))["get_config"](preset))
         if args.benchmark in _OF_SIZE:
             numbers = {name: getattr(args, name) for name in _NUMBERS}
             run = functools.partial(run, args.size, numbers)
         report = run(log)
-        jax.set_mesh(first_device)  # for the report's heading
     print(report.to_text())
     if args.json:
         report.write_json(args.json)

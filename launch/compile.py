@@ -45,18 +45,20 @@ def main() -> None:
 
     import jax  # reads the environment
 
-    from specrl_jax.compile import programs, shapes
+    from specrl_jax.abstract import device_bytes
+    from specrl_jax.compile import programs
     from specrl_jax.process import runtime
 
     runtime.start(config, given=cli.given_fields(), devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
     from specrl_jax.compile import fit, report
+    from specrl_jax.compile.from_config import abstract_run
 
-    run = fit.fit_rows(shapes.of_config(config), chip.taken)
+    run = fit.fit_rows(abstract_run(config), chip.taken)
     print(fit.describe(run, chip.taken))
     listed = _chosen(programs.run_programs(run))
     mesh = dict(jax.sharding.get_mesh().shape)
-    kept = shapes.device_bytes(run.kept)
+    kept = device_bytes(run.kept)
     print(f"{topology}, mesh {mesh}: {run.describe()}; keeps {kept / 1e9:.3f} GB", flush=True)
     rows = []
     for program in listed:

@@ -29,7 +29,7 @@ def parser() -> cli.Parser:
 def main() -> None:
     args, rest = parser().parse_known_args()
     cli.refuse(rest, vars(args))
-    from specrl_jax.telemetry.report_page import FILE_NAME, write_report
+    from specrl_jax.reports.report_page import FILE_NAME, write_report
 
     folder = Path(os.path.commonpath([run.absolute() for run in args.runs]))
     file = args.out or folder / FILE_NAME

@@ -67,7 +67,7 @@ def _cluster_options(flags: list[str]) -> dict[str, Any]:
 
 def _cases(args: argparse.Namespace) -> list:
     from specrl_jax.config import hyper
-    from specrl_jax.telemetry import sweep
+    from specrl_jax.reports import sweep
 
     cases = [sweep.parse_case(text, args.config) for text in args.case]
     if not cases and not args.config:
@@ -93,7 +93,7 @@ def main() -> None:
         raise ValueError("--config.seed must not be given; give --seeds instead")
     seeds = _seeds(args.seeds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run saves, as at Ctrl-C
-    from specrl_jax.telemetry import sweep  # JAX is slow to import; --help must not wait
+    from specrl_jax.reports import sweep  # JAX is slow to import; --help must not wait
 
     cases = _cases(args)
     runs = sweep.training_runs(cases, seeds, args.workdir, config_flags)

@@ -46,12 +46,13 @@ def main() -> None:
         with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
             config = flags.FLAGS.config
             runtime.start(config, given=cli.given_fields())
-            from specrl_jax.train import train  # takes seconds
+            from specrl_jax.hooks import StandardHooks  # takes seconds
+            from specrl_jax.train import train
 
             workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
             print(f"workdir: {workdir}", flush=True)
             print(f"config: {workdir / 'config.json'}", flush=True)
-            train(config, workdir, _RESUME_FROM.value, stop)
+            train(config, workdir, _RESUME_FROM.value, stop, StandardHooks())
 
 
 if __name__ == "__main__":

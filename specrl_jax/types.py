@@ -7,6 +7,7 @@ prompt, so that verification, decoding and the update share one layout. Log-prob
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,20 +46,12 @@ class Example:
     answer: str
     task: str
     metadata: dict[str, Any]
-
-    def part(self, first: int) -> "Example":
-        """Return the problem for its responses from number `first` on, under the id "ID+first"."""
-        return dataclasses.replace(self, prompt_id=f"{self.prompt_id}+{first}")
+    first_sample: int = 0  # number of the first response that this is for: groups may have parts
 
     @property
-    def base_id(self) -> str:
-        """Return the id of the whole problem, of which this may be a part."""
-        return self.prompt_id.partition("+")[0]
-
-    @property
-    def first_sample(self) -> int:
-        """Return the number of the first response that a part is for."""
-        return int(self.prompt_id.partition("+")[2] or 0)
+    def key(self) -> str:
+        """Name of the responses that this is for: those from `first_sample` on."""
+        return f"{self.prompt_id}+{self.first_sample}" if self.first_sample else self.prompt_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,58 +63,30 @@ class Prompts:
     ids: np.ndarray  # uint32 [Q, 2], the prompt_id as two words, high word first; keys the noise
     examples: tuple[Example, ...]  # the Q problems
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drafts:
-    """Draft tokens of B rows: stored responses, or those of a run-ahead."""
-
-    tokens: Array  # int32 [B, R]
-    lens: Array  # int32 [B], 0 where there is no draft
-    # The next three are None where the acceptance rule samples every token anew.
-    # float32 [B, R], under the truncated distribution that sampled or last accepted each token
-    sampling_logprobs: Array | None = None
-    origin_logprobs: Array | None = None  # float32 [B, R], from the step that sampled each token
-    origin_steps: Array | None = None  # int32 [B, R], that step
-    # The k likeliest tokens of the sampling distribution, likeliest first. None unless the
-    # acceptance rule needs distributions, or the update the tokens that could be sampled.
-    top_ids: Array | None = None  # int32 [B, R, k]
-    top_logprobs: Array | None = None  # float32 [B, R, k]
-
     @classmethod
-    def of(cls, responses: Any) -> "Drafts":
-        """Return a `Rollout`, or stored responses, as drafts."""
+    def blank(cls, count: int, slots: int) -> "Prompts":
+        """Return prompts of zeros that fill their slots, for the shapes of what is made of them."""
         return cls(
-            tokens=responses.tokens,
-            lens=responses.lens,
-            sampling_logprobs=responses.sampling_logprobs,
-            origin_logprobs=responses.origin_logprobs,
-            origin_steps=responses.origin_steps,
-            top_ids=responses.top_ids,
-            top_logprobs=responses.top_logprobs,
+            tokens=np.zeros((count, slots), np.int32),
+            lens=np.full(count, slots, np.int32),
+            ids=np.zeros((count, 2), np.uint32),
+            examples=(),
         )
 
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Prompts":
+        """Return the prompts at these indices, in this order."""
+        rows = np.asarray(rows, np.int64)
+        examples = tuple(self.examples[i] for i in rows)
+        return Prompts(self.tokens[rows], self.lens[rows], self.ids[rows], examples)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TokenColumns:
-    """Response tokens with their log-probs in nats, as a `Rollout` and its rows keep them."""
-
-    tokens: Array  # int32 [B, T]
-    policy_logprobs: Array | None  # float32 [B, T], as in `Rollout`
-    sampling_logprobs: Array | None  # float32 [B, T], as in `Rollout`
-    top_ids: Array | None = None  # int32 [B, T, k], as in `Drafts`
-    top_logprobs: Array | None = None  # float32 [B, T, k], as in `Drafts`
-
-    @classmethod
-    def of(cls, rows: Any) -> "TokenColumns":
-        """Return the columns of a `Rollout`, or of the rows of one."""
-        return cls(
-            rows.tokens,
-            rows.policy_logprobs,
-            rows.sampling_logprobs,
-            rows.top_ids,
-            rows.top_logprobs,
+    @staticmethod
+    def concatenate(*batches: "Prompts") -> "Prompts":
+        """Return the prompts of all batches, [Q1 + Q2 + ...]."""
+        return Prompts(
+            tokens=np.concatenate([x.tokens for x in batches]),
+            lens=np.concatenate([x.lens for x in batches]),
+            ids=np.concatenate([x.ids for x in batches]),
+            examples=tuple(example for x in batches for example in x.examples),
         )
 
 
@@ -132,31 +97,60 @@ class Source(enum.IntEnum):
     DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     FORCED = 3  # from an environment
-    COPIED = 4  # of the row of its group that a row forked from
+    COPIED = 4  # of another row of its group, with which the row began
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokens of B responses, and what is kept of each, [B, T]; None: it is not kept."""
+
+    ids: Array  # int32, right-padded
+    # float32, under this rollout's policy, with temperature, without top-k/top-p: the old log-probs
+    # of the update, unless it keeps the sampling mask
+    policy_logprobs: Array | None = None
+    # float32, the same after top-k/top-p, from the step that sampled or last accepted each token:
+    # the denominator of the next acceptance, and the old log-probs of an update that keeps the
+    # sampling mask
+    sampling_logprobs: Array | None = None
+    sources: Array | None = None  # int8, a `Source` each
+    origin_logprobs: Array | None = None  # float32, from the step that first sampled each token
+    origin_steps: Array | None = None  # int32, that step
+    # float32, log-prob of a token accepted by a ratio under its draft's distribution; elsewhere as
+    # sampling_logprobs
+    draft_logprobs: Array | None = None
+    # The k likeliest tokens of the sampling distribution, likeliest first, where the acceptance
+    # rule needs distributions, or the update the tokens that could be sampled.
+    top_ids: Array | None = None  # int32 [B, T, k]
+    top_logprobs: Array | None = None  # float32 [B, T, k]
+
+    def only(self, *names: str) -> "Tokens":
+        """Return the ids and the columns of these names."""
+        return Tokens(self.ids, **{name: getattr(self, name) for name in names})
+
+    def like(self, other: "Tokens") -> "Tokens":
+        """Return the columns that `other` keeps."""
+        kept = [name for name, array in vars(other).items() if array is not None]
+        return Tokens(**{name: getattr(self, name) for name in kept})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """Draft tokens of B rows."""
+
+    tokens: Tokens  # [B, R]; the ids alone where the acceptance rule samples every token anew
+    lens: Array  # int32 [B], 0 where there is no draft
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """B responses, finished or not (`PartialRows` says which)."""
+    """B responses, finished or not."""
 
-    tokens: Array  # int32 [B, R], right-padded
+    tokens: Tokens  # [B, R]
     lens: Array  # int32 [B], end of sequence included
     prefix_lens: Array  # int32 [B], tokens accepted from the draft
-    # float32 [B, R], under this rollout's policy, with temperature, without top-k/top-p:
-    # the old log-probs of the update, unless it keeps the sampling mask
-    policy_logprobs: Array
-    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance, and the
-    # old log-probs of an update that keeps the sampling mask
-    sampling_logprobs: Array
-    origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
-    origin_steps: Array  # int32 [B, R], that step
-    sources: Array  # int8 [B, R], a `Source` each
-    # float32 [B, R], log-prob of a token accepted by a ratio under its draft's distribution;
-    # elsewhere as sampling_logprobs
-    draft_logprobs: Array | None = None
-    top_ids: Array | None = None  # int32 [B, R, k], as in `Drafts`
-    top_logprobs: Array | None = None  # float32 [B, R, k], as in `Drafts`
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Rollout":
@@ -166,31 +160,18 @@ class Rollout:
             dims = axes("batch", *(None,) * len(rest))
             return jnp.zeros((rows, *rest), dtype, out_sharding=dims)
 
-        return cls(
-            tokens=zeros(jnp.int32, slots),
-            lens=zeros(jnp.int32),
-            prefix_lens=zeros(jnp.int32),
+        tokens = Tokens(
+            ids=zeros(jnp.int32, slots),
             policy_logprobs=zeros(jnp.float32, slots),
             sampling_logprobs=zeros(jnp.float32, slots),
+            sources=zeros(jnp.int8, slots),
             origin_logprobs=zeros(jnp.float32, slots),
             origin_steps=zeros(jnp.int32, slots),
-            sources=zeros(jnp.int8, slots),
             draft_logprobs=zeros(jnp.float32, slots),
             top_ids=zeros(jnp.int32, slots, k) if k else None,
             top_logprobs=zeros(jnp.float32, slots, k) if k else None,
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PartialRows:
-    """Tokens and state of B rows that have begun."""
-
-    rollout: Rollout  # the responses so far
-    done: Array  # bool [B]
-    # int32 [B], tokens of the row's draft; if the row is unfinished and nothing was rejected yet,
-    # only the accepted ones.
-    draft_lens: Array
+        return cls(tokens, lens=zeros(jnp.int32), prefix_lens=zeros(jnp.int32))
 
 
 @jax.tree_util.register_dataclass

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from specrl_jax.rollout import acceptance, sampling
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Residual
+from specrl_jax.rollout.acceptance import RandomCut, Ratio, Residual
 from specrl_jax.sharding import put
 
-accept_threshold = jax.jit(ACCEPTANCE_RULES["ratio"].accept_threshold)
-random_cut = jax.jit(ACCEPTANCE_RULES["random"].cut)
+accept_threshold = jax.jit(Ratio.accept_threshold)
+random_cut = jax.jit(RandomCut().cut)
 count_leading = jax.jit(acceptance.count_leading)
 logprobs_at = jax.jit(sampling.logprobs_at)
 
@@ -30,7 +30,7 @@ def residual_scores(scores, top_ids, top_logprobs, other_tokens, log_scale):
 
 def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:
     """Whether the ratio rule accepts a token, bool."""
-    threshold = accept_threshold(uniforms, draft_logprobs, log_lenience)
+    threshold = accept_threshold(Ratio(np.float32(log_lenience)), uniforms, draft_logprobs)
     return np.asarray(logprobs) >= np.asarray(threshold)
 
 

@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from specrl_jax.data.prompts import select  # noqa: F401  (for the tests)
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Ratio
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
+from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
-from specrl_jax.rollout.sampling import Purpose, SamplingConfig
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, Purpose, SamplingConfig
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Example, Prompts, Source
+from specrl_jax.types import Drafts, Example, Prompts, Source, Tokens
 
 KEY = 11
 MODEL = ModelConfig(
@@ -121,7 +122,7 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
               eos=(1, 2, 3, 4), row_buckets=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     return RolloutSpec(
-        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, prompt_slots, slots, group,
+        model, sampling, ACCEPTANCE_RULES[accept].of(1.0), eos, 0, prompt_slots, slots, group,
         draft_source=tree, stored_logprobs=stored_logprobs, row_buckets=row_buckets,
         max_rows=max_rows, **kwargs,
     )  # fmt: skip
@@ -144,13 +145,26 @@ def match_spec(width=1, **kwargs) -> RolloutSpec:
 
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
-    log_lenience=0.0, history=None, max_lens=None, speculation=None, **others,
+    log_lenience=0.0, history=None, speculation=None, **others,
 ):  # fmt: skip
-    """`generate` with all of its inputs by name."""
+    """`generate` with all of its requests by name."""
     key = jax.random.key(KEY) if key is None else key
     noise = NoiseKey(key, step, purpose)
-    inputs = RolloutInputs(prompts, noise, drafts, log_lenience, history, **others)
-    return generate(spec, weights, inputs, max_lens=max_lens, speculation=speculation)
+    requests = Requests(prompts, noise, drafts, history, **others)
+    return generate(with_lenience(spec, log_lenience), weights, requests, speculation)
+
+
+def with_lenience(spec, log_lenience):
+    """The spec whose rule has this lenience, where it has any."""
+    if not isinstance(spec.accept, Ratio):
+        return spec
+    return dataclasses.replace(spec, accept=Ratio(np.float32(log_lenience)))
+
+
+def start(spec, prompts, noise, **requested):
+    """All rows of a rollout, before any has begun."""
+    starts = RowStarts.of(spec, Requests(prompts, noise, **requested))
+    return start_rows(spec, int(noise.purpose), noise.key, starts)
 
 
 def run(spec, weights, prompts, step=0, **options):
@@ -177,9 +191,23 @@ def host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
+def with_tokens(rows, **changes):
+    """Rows of any kind whose tokens have other columns."""
+    return dataclasses.replace(rows, tokens=dataclasses.replace(rows.tokens, **changes))
+
+
+def fields_of(rows) -> dict:
+    """The arrays of rows of any kind, those of the tokens among them, by name."""
+    fields = vars(rows.tokens) | {name: x for name, x in vars(rows).items() if name != "tokens"}
+    return {name: x for name, x in fields.items() if x is not None}
+
+
 def as_drafts(rollout, lens=None) -> Drafts:
     """Drafts that a store would offer after this rollout; `lens` [B] cuts it."""
-    drafts = host(Drafts.of(rollout))
+    tokens = rollout.tokens.only(
+        "sampling_logprobs", "origin_logprobs", "origin_steps", "top_ids", "top_logprobs"
+    )
+    drafts = host(Drafts(tokens, rollout.lens))
     if lens is not None:
         drafts = dataclasses.replace(drafts, lens=np.asarray(lens, np.int32))
     return put_rows(drafts)
@@ -189,7 +217,13 @@ def plain_drafts(tokens_BR, lens_B) -> Drafts:
     """Drafts of these tokens whose log-probs no rule is to read."""
     tokens, zeros = np.asarray(tokens_BR, np.int32), np.zeros(np.shape(tokens_BR), np.float32)
     lens = np.asarray(lens_B, np.int32)
-    return put_rows(Drafts(tokens, lens, zeros, zeros, np.zeros_like(tokens)))
+    given = Tokens(
+        tokens,
+        sampling_logprobs=zeros,
+        origin_logprobs=zeros,
+        origin_steps=np.zeros_like(tokens),
+    )
+    return put_rows(Drafts(given, lens))
 
 
 def old_drafts(spec, prompts, nudge: float) -> Drafts:
@@ -237,7 +271,7 @@ LOGPROBS = ("policy_logprobs", "sampling_logprobs", "origin_logprobs", "draft_lo
 
 
 class Reference:
-    """One rollout, token by token. Fields are those of `Rollout`, as NumPy arrays."""
+    """One rollout, token by token. Fields are those of a `Rollout` and its tokens, in NumPy."""
 
     def __init__(self, spec, params, prompts, *, step, drafts=None, log_lenience=0.0,
                  purpose=Purpose.SAMPLE):  # fmt: skip
@@ -261,9 +295,9 @@ class Reference:
         self.prefix_lens = self.lens.copy()
         self._decode(self._seeds_for(purpose))
         ends = np.arange(slots)[None, :] < self.lens[:, None]
-        self.tokens = np.zeros((rows, slots), np.int32)
+        self.ids = np.zeros((rows, slots), np.int32)
         for row, (start, n) in enumerate(zip(self.prompt_lens, self.lens, strict=True)):
-            self.tokens[row, :n] = self.sequences[row, start : start + n]
+            self.ids[row, :n] = self.sequences[row, start : start + n]
         self.inside = ends
 
     def _distributions(self):
@@ -281,22 +315,22 @@ class Reference:
         clean = self.sequences.copy()
         for row in range(rows):
             start, n = self.prompt_lens[row], drafts.lens[row]
-            self.sequences[row, start : start + n] = drafts.tokens[row, :n]
+            self.sequences[row, start : start + n] = drafts.tokens.ids[row, :n]
         policy, sampled, _ = self._distributions()
         for row in range(rows):
             start, n = self.prompt_lens[row], drafts.lens[row]
-            new = [sampled[row, start + i - 1, drafts.tokens[row, i]] for i in range(n)]
-            old = drafts.sampling_logprobs[row]
+            new = [sampled[row, start + i - 1, drafts.tokens.ids[row, i]] for i in range(n)]
+            old = drafts.tokens.sampling_logprobs[row]
             keep = self._num_accepted(noise[row], new, old, n, log_lenience)
             for i in range(keep):
-                self.policy_logprobs[row, i] = policy[row, start + i - 1, drafts.tokens[row, i]]
+                self.policy_logprobs[row, i] = policy[row, start + i - 1, drafts.tokens.ids[row, i]]
                 self.sampling_logprobs[row, i] = new[i]
                 self.draft_logprobs[row, i] = old[i]
-                self.origin_logprobs[row, i] = drafts.origin_logprobs[row, i]
-                self.origin_steps[row, i] = drafts.origin_steps[row, i]
-            clean[row, start : start + keep] = drafts.tokens[row, :keep]
+                self.origin_logprobs[row, i] = drafts.tokens.origin_logprobs[row, i]
+                self.origin_steps[row, i] = drafts.tokens.origin_steps[row, i]
+            clean[row, start : start + keep] = drafts.tokens.ids[row, :keep]
             self.lens[row] = keep
-            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.spec.eos_ids
+            ended = keep > 0 and drafts.tokens.ids[row, keep - 1] in self.spec.eos_ids
             self.done[row] = ended or keep == slots
         self.sequences = clean
 
@@ -332,33 +366,34 @@ class Reference:
 def check_same(rollout, reference, tolerance=1e-5):
     """Every field of the rollout against the reference, tokens exactly."""
     rollout, inside = host(rollout), reference.inside
-    for name in ("tokens", "lens", "prefix_lens"):
-        np.testing.assert_array_equal(getattr(rollout, name), getattr(reference, name), name)
+    fields = fields_of(rollout)
+    for name in ("ids", "lens", "prefix_lens"):
+        np.testing.assert_array_equal(fields[name], getattr(reference, name), name)
     np.testing.assert_array_equal(
-        rollout.origin_steps[inside], reference.origin_steps[inside], "origin_steps"
+        rollout.tokens.origin_steps[inside], reference.origin_steps[inside], "origin_steps"
     )
     for name in LOGPROBS:
-        mine, theirs = getattr(rollout, name), getattr(reference, name)
+        mine, theirs = fields[name], getattr(reference, name)
         np.testing.assert_allclose(mine, np.where(inside, theirs, 0), atol=tolerance, err_msg=name)
     prefix = np.arange(inside.shape[1])[None, :] < reference.prefix_lens[:, None]
     sources = np.where(prefix, Source.REUSED, Source.SAMPLED)
-    np.testing.assert_array_equal(rollout.sources, sources, "sources")
+    np.testing.assert_array_equal(rollout.tokens.sources, sources, "sources")
 
 
 def check_equal(rollout, other, rows=slice(None), *, but=()):
     """All fields of two rollouts; of the other only `rows`. Log-probs up to rounding."""
-    inside = np.arange(rollout.tokens.shape[1])[None, :] < np.asarray(rollout.lens)[:, None]
-    for field in dataclasses.fields(rollout):
-        mine, theirs = getattr(rollout, field.name), getattr(other, field.name)
-        if field.name in but or mine is None:
+    inside = np.arange(rollout.tokens.ids.shape[1])[None, :] < np.asarray(rollout.lens)[:, None]
+    others = fields_of(other)
+    for name, mine in fields_of(rollout).items():
+        if name in but:
             continue
-        mine, theirs = np.asarray(mine), np.asarray(theirs)[rows]
+        mine, theirs = np.asarray(mine), np.asarray(others[name])[rows]
         if mine.ndim == 3:  # after a response's end they hold anything
             mine, theirs = mine[inside], theirs[inside]
         if mine.dtype == np.float32:
-            np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=field.name)
+            np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
         else:
-            np.testing.assert_array_equal(mine, theirs, field.name)
+            np.testing.assert_array_equal(mine, theirs, name)
 
 
 def common_prefix(tokens_BR, lens_B, others_BR, other_lens_B) -> np.ndarray:

@@ -5,13 +5,15 @@ import dataclasses
 import numpy as np
 from rollout_reference import make_spec
 
+from specrl_jax.agents.episodes import Episodes
+from specrl_jax.agents.responder import EpisodeResponder
 from specrl_jax.data.prompts import encode_prompts, make_example
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.episodes import Episodes
-from specrl_jax.training.responses import Responder
 
 TOKENIZER = CharacterTokenizer("".join(map(chr, range(32, 127))) + "\n")
 END = 1
@@ -19,7 +21,7 @@ TAGS = ThoughtTags.parse("<think> </think> [THINK] [/THINK]")
 
 
 class Script:
-    """Rollout of one row an episode, as `rollout.turns.EpisodeRollout`; `script` has its turns.
+    """Rollout of one row an episode, as `agents.turns.EpisodeRollout`; `script` has its turns.
 
     A turn ends with the end of sequence, or with the stop string that it has; one that is too long
     is cut.
@@ -55,7 +57,7 @@ class Script:
         self.lens[row] += len(ids)
 
     def result(self):
-        return None
+        return RolloutResult(None, self.done, np.zeros_like(self.lens), Stats())
 
 
 @dataclasses.dataclass
@@ -75,11 +77,16 @@ def play(pool, problems, script, *, slots=400, max_turns=8, stop=(), prompt="?",
     examples = [make_example(prompt, *problem) for problem in problems]
     prompts = encode_prompts(examples, TOKENIZER, 64)
     settings = {"thought_tags": TAGS, "stop": automaton} | settings
-    responder = Responder(pool, TOKENIZER, max_turns=max_turns, **settings)
+    responder = EpisodeResponder(pool, TOKENIZER, max_turns=max_turns, **settings)
     rollout = Script(spec, script)
     episodes = Episodes(responder, prompts, rollout, Stopwatch())
-    _, rewards, turns = episodes.play()
+    played = episodes.play()
     texts = [TOKENIZER.decode(row[:n].tolist()) for row, n in zip(rollout.tokens, rollout.lens)]
     return Played(
-        rewards.rewards, rewards.reasons, turns.rewards, episodes.cut, texts, rollout.script
+        played.rewards.rewards,
+        played.rewards.reasons,
+        played.turns.rewards,
+        ~played.ended,
+        texts,
+        rollout.script,
     )

@@ -95,11 +95,6 @@ def score_some(response: str, answer: str, task: str, metadata: dict) -> float:
     return 0.25
 
 
-def score_full(response: str, answer: str, task: str, metadata: dict) -> float:
-    """Every response is right."""
-    return 1.0
-
-
 class Sums:
     """Answers every response with a digit, the sum of all digits said so far modulo 8, until that
     is the problem's answer; "9" in a response breaks it, "8" takes it for ever."""

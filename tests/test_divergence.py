@@ -12,7 +12,7 @@ import pytest
 from small_runs import assert_same_run, files, one_line, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.training import learn
+from specrl_jax.training import learn, update_metrics
 
 EVERY_STEP = {"checkpoint.every": 1}
 
@@ -106,11 +106,11 @@ def _poison(monkeypatch, poisoned: set[int]) -> list[bool]:
     """The advantages of these updates are NaN. Whether each update left the state as it was."""
     real, unchanged = learn.update, []
 
-    def update(update_spec, state, batch, packed, **options):
+    def update(update_spec, state, batch, packed, *rest, **options):
         if len(unchanged) in poisoned:
             batch = dataclasses.replace(batch, advantages=batch.advantages * jnp.nan)
         before = _bits(state)
-        state, sums = real(update_spec, state, batch, packed, **options)
+        state, sums = real(update_spec, state, batch, packed, *rest, **options)
         unchanged.append(_bits(state) == before)
         return state, sums
 
@@ -160,14 +160,15 @@ def test_the_message_names_the_stage_and_its_field(changes, message):
     trainer = types.SimpleNamespace(config=small_config())
     state = types.SimpleNamespace(step=7, skipped_in_row=0)
     with pytest.raises(FloatingPointError, match=f"^step 7: {message}"):
-        learn.drop_skipped_updates(trainer, state, [_sums(), _sums(**changes)])
+        update_metrics.drop_skipped_updates(trainer, state, [_sums(), _sums(**changes)])
 
 
 def test_weights_that_are_not_finite_are_not_skipped():
     trainer = types.SimpleNamespace(config=small_config({"updates.skip_nonfinite": 9}))
     state = types.SimpleNamespace(step=7, skipped_in_row=8)
     good, bad = _sums(), _sums(loss=np.nan)
-    assert learn.drop_skipped_updates(trainer, state, [good, bad, good, bad]) == [good, good]
+    made = update_metrics.drop_skipped_updates(trainer, state, [good, bad, good, bad])
+    assert made == [good, good]
     assert state.skipped_in_row == 1
     with pytest.raises(FloatingPointError, match="weight_norm is inf"):
-        learn.drop_skipped_updates(trainer, state, [_sums(weight_norm=np.inf)])
+        update_metrics.drop_skipped_updates(trainer, state, [_sums(weight_norm=np.inf)])

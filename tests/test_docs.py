@@ -15,7 +15,7 @@ from small_runs import ONE_DEVICE, ROOT, preset
 
 from specrl_jax.config import OPTIONS, cli, flatten, validate
 from specrl_jax.process.workdir import MAY_CHANGE
-from specrl_jax.telemetry import sweep
+from specrl_jax.reports import sweep
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

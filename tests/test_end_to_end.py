@@ -11,6 +11,7 @@ import small_runs
 from small_runs import assert_same_run, files, launch, records, saved, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import checkpoint, runtime
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
@@ -29,7 +30,7 @@ def finished(tmp_path_factory, make_mesh):
     """The work directory of LONG, run without interruption: 8 steps, checkpoints 3, 6, 8."""
     workdir = tmp_path_factory.mktemp("end_to_end") / "finished"
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        loop.train(small_config(LONG), workdir)
+        loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     return workdir
 
 
@@ -58,13 +59,13 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
         small_runs.interrupt(MetricsLog, "write", 4, signal.SIGTERM)
-        loop.train(small_config(LONG), workdir)
+        loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     out = capsys.readouterr().out
     assert "SIGTERM, saved at step 4 of 8; run the same command to go on" in out
     assert records(workdir) == records(finished)[:5]
     jax.clear_caches()  # as in a new process
     runtime.compile_metrics()  # from here on
-    loop.train(small_config(LONG), workdir)
+    loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     assert "resumed at step 4 of 8" in capsys.readouterr().out
     steps = records(workdir, times=True)[5:]
     assert sum(r["compile/built"] for r in steps) == 0
@@ -76,24 +77,25 @@ def test_a_finished_run_is_left_as_it_is(finished, mesh, capsys):
     """Also where the config says otherwise how and where it runs; other changes are refused."""
     before = files(finished)
     changes = {"log.tracker": "wandb", "checkpoint.every": 1, "mesh.data": 1}
-    loop.train(small_config(LONG | changes), finished)
+    loop.train(small_config(LONG | changes), finished, hooks=StandardHooks())
     assert "finished at step 8 of 8, nothing to do" in capsys.readouterr().out
     changes = {"rollout.lenience": 2.0, "seed": 3}
     with pytest.raises(ValueError, match=r"lenience was 1\.0, now 2\.0; seed was 0, now 3; give"):
-        loop.train(small_config(LONG | changes), finished)
+        loop.train(small_config(LONG | changes), finished, hooks=StandardHooks())
     assert files(finished) == before
 
 
 def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path, mesh, capsys):
     workdir = shutil.copytree(finished, tmp_path / "run")
     changes = {"train.epochs": 5, "evaluate.samples": 3, "evaluate.every": 1}
-    loop.train(small_config(LONG | changes), workdir)
+    loop.train(small_config(LONG | changes), workdir, hooks=StandardHooks())
     assert "resumed at step 8 of 10" in capsys.readouterr().out
     lines = records(workdir)
     assert lines[:9] == records(finished)
     assert [r["step"] for r in lines[9:]] == [9, 10]
     assert all(r["rollout/reuse_fraction"] > 0 and "reward/eval" in r for r in lines[9:])
-    loop.train(small_config(LONG), workdir)  # shorter again: the run is past its end
+    # Shorter again: the run is past its end.
+    loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     assert "finished at step 10 of 8, nothing to do" in capsys.readouterr().out
 
 
@@ -106,9 +108,9 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_pat
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"checkpoints/8 is damaged: .*; delete .* to step 6$"):
-        loop.train(small_config(LONG), workdir)
+        loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     shutil.rmtree(workdir / "checkpoints" / "8")
-    loop.train(small_config(LONG), workdir)
+    loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     assert_same_run(workdir, finished, 8)
 
 
@@ -117,7 +119,7 @@ def test_metrics_without_a_checkpoint_are_not_written_over(finished, tmp_path, m
     shutil.rmtree(workdir / "checkpoints")
     before = (workdir / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"has metrics up to step 8 but no checkpoint; put"):
-        loop.train(small_config(LONG), workdir)
+        loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -137,7 +139,7 @@ def one_device(tmp_path_factory, make_mesh):
     """The work directory of ONE_STEP on one device."""
     workdir = tmp_path_factory.mktemp("one_device")
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        loop.train(small_config(ONE_STEP), workdir)
+        loop.train(small_config(ONE_STEP), workdir, hooks=StandardHooks())
     return workdir
 
 
@@ -156,17 +158,17 @@ def _distance(arrays: dict, expected: dict, part: str) -> float:
 def test_the_first_step_is_that_of_one_device(one_device, tmp_path, make_mesh, shape):
     """The same tokens, and log-probs, gradient and weights up to rounding."""
     with jax.set_mesh(make_mesh(*shape)):
-        loop.train(small_config(ONE_STEP), tmp_path)
+        loop.train(small_config(ONE_STEP), tmp_path, hooks=StandardHooks())
     of_mesh, of_device = ({**records(x)[1]} for x in (tmp_path, one_device))
     for record in (of_mesh, of_device):
         for name in ("rollout/tokens_extended", "update/computed_fraction"):
             del record[name]  # with the padding of each shard
     assert of_mesh == pytest.approx(of_device, rel=1e-4, abs=1e-5)
     arrays, expected = saved(tmp_path, 1), saved(one_device, 1)
-    np.testing.assert_array_equal(arrays["store.tokens"], expected["store.tokens"])
+    np.testing.assert_array_equal(arrays["store.tokens.ids"], expected["store.tokens.ids"])
     # AdamW's first moment is the gradient. Its first change of a weight is nearly lr · sign(g),
     # and where g is noise, so is its sign: weights are compared, not their change.
-    for part in ("store.sampling_logprobs", ".mu.", "train.params."):
+    for part in ("store.tokens.sampling_logprobs", ".mu.", "train.params."):
         assert _distance(arrays, expected, part) <= 1e-5
 
 

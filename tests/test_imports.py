@@ -7,6 +7,7 @@ rule of a file is that of the longest path that holds it. A new file of `specrl_
 import ast
 import graphlib
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -21,12 +22,13 @@ PURE = {
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
+    "abstract": {"sharding"},
     "hosts": set(),
     "inputs": set(),
     "packing": set(),
     "sharding": {"hosts"},
     "types": {"sharding"},
-    "algorithms": {"hosts", "models", "packing", "sharding", "types"},
+    "algorithms": {"abstract", "hosts", "models", "packing", "sharding", "types"},
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/preference": PURE,
@@ -34,57 +36,77 @@ ALLOWED = {
     "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},
     "data": {
-        "inputs", "models/gguf", "rewards/environments", "rewards/scorers",
-        "rewards/textarena_games", "rewards/verifiers_tasks", "types",
+        "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
+        "models/gguf", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"config", "hosts", "inputs", "sharding"},
     "process/hardware": set(),
-    "process/workdir": {"config", "process/checkpoint", "rewards/failures", "telemetry"},
-    "rewards": {"inputs", "types"},
+    "process/workdir": {"config", "process/checkpoint", "reports", "rewards/failures", "telemetry"},
+    "rewards": {"inputs", "sandbox", "types"},
+    "sandbox": {"inputs"},
     "rollout/__init__": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
     "rollout/acceptance": {"models", "rollout/one_pass", "rollout/sampling", "types"},
-    "rollout/rows": {"models", "sharding", "types"},
-    "rollout/drafts": {"rollout/rows", "sharding", "types"},
+    "rollout/rows": {"abstract", "models", "sharding", "types"},
+    "rollout/drafts": {
+        "abstract", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+    },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},
-    "rollout/carry_over": {"rollout/drafts", "rollout/rows", "sharding", "types"},
     "rollout/kept_noise": {"types"},
+    "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
-        "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts", "rollout/one_pass",
-        "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding", "types",
+        "abstract", "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts",
+        "rollout/one_pass", "rollout/requests", "rollout/rows", "rollout/sampling",
+        "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
-    "rollout/turns": {"hosts", "models", "rollout", "sharding", "types"},
-    "rollout/forks": {"hosts", "models", "rollout", "sharding", "types"},
+    "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "evaluation": {
         "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry",
         "types",
     },
-    "training/group_buffer": {"data/curriculum", "types"},
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
         "data/prompts", "hosts", "inputs", "process/runtime", "rewards/failures", "telemetry",
-        "training/responses", "training/state", "types",
+        "training/batch", "training/responses", "training/state", "types",
     },
+    "training/batch": {"agents/episodes", "types"},
+    "training/hooks": {"training/run_log", "training/state"},
+    "training/opening": {
+        "config", "hosts", "models", "process", "telemetry", "training",
+    },
+    "train": {
+        "hosts", "models", "process/stop", "rollout", "sharding", "telemetry/metrics", "training",
+    },
+    "recipes/__init__": {"config"},
 }  # fmt: skip
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
-SEE_ALL = {"train", "training", "compile", "benchmarks", "evaluation/eval_tasks", "evaluation/play"}
+SEE_ALL = {
+    "hooks", "training", "recipes", "agents", "compile", "benchmarks", "reports",
+    "evaluation/eval_tasks", "evaluation/play",
+}  # fmt: skip
+
+
+_NAMED = re.compile(rf"({PACKAGE}(?:\.\w+)+)(?::\w+)?")
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that is imported; `from a import b` gives a.b, which may be a
-    module. No import is relative: the linter sees to it."""
+    module. No import is relative: the linter sees to it. A text that names a module of ours, as
+    "package.module:function", is an import too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Constant) and (named := _NAMED.fullmatch(str(node.value))):
+            yield node.lineno, named[1]
 
 
 def _module(files, name: str) -> str:
@@ -113,6 +135,8 @@ def violations(files: dict[str, str]) -> list[str]:
             stages.add(_within(other, STAGES))
             if other and module in ALLOWED and not _within(other, {module, *ALLOWED[module]}):
                 breaches.append(f"{file}:{line}: {module} imports {other}")
+            if _within(other, {"recipes"}) and other != "recipes":
+                breaches.append(f"{file}:{line}: names a recipe")
         stages -= {""}
         if len(stages) > 1 and module not in SEE_ALL:
             breaches.append(f"{file}: sees {' and '.join(sorted(stages))}")
@@ -149,12 +173,24 @@ def test_every_module_of_the_table_exists():
     [
         ("algorithms/losses", "def f():\n  from specrl_jax.algorithms import update",
          ["algorithms/losses:2: algorithms/losses imports algorithms/update"]),
-        ("rollout/engine/spec", "from specrl_jax.rewards.workers import Rewards",
-         ["rollout/engine/spec:1: rollout/engine imports rewards/workers",
+        ("rollout/engine/spec", "from specrl_jax.rewards.scorers import find_scorer",
+         ["rollout/engine/spec:1: rollout/engine imports rewards/scorers",
           "rollout/engine/spec: sees rewards and rollout"]),
+        ("sandbox/worker_process", "PREPARE = 'specrl_jax.rewards.loading:prepare'",
+         ["sandbox/worker_process:1: sandbox imports rewards/loading"]),
         ("rollout/drafts/sources", "from specrl_jax.rollout.engine.spec import RolloutSpec",
          ["rollout/drafts/sources:1: rollout/drafts imports rollout/engine/spec"]),
+        ("train", "from specrl_jax.compile import fit", ["train:1: train imports compile/fit"]),
     ],
 )  # fmt: skip
 def test_a_breach_is_found(file, source, breaches):
     assert violations(dict.fromkeys(FILES, "") | {file: source}) == breaches
+
+
+def test_no_module_names_a_recipe():
+    sources = dict.fromkeys([*FILES, "recipes/guest"], "")
+    recipes = "from specrl_jax.recipes import"
+    assert violations(sources | {"training/build": f"{recipes} chosen"}) == []
+    for file in ("training/build", "hooks", "recipes/other"):
+        breaches = violations(sources | {file: f"{recipes} guest"})
+        assert breaches == [f"{file}:1: names a recipe"]

@@ -18,6 +18,7 @@ from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.training import opening
 
 # Issued at every step of every run.
 ALWAYS = {
@@ -106,7 +107,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(
     tmp_path, make_mesh, capfd, monkeypatch
 ):
     config = small_config({"reward.name": "small_runs:never", "reward.extract": ""}, steps=9)
-    monkeypatch.setattr(loop, "try_reward", lambda run: None)  # as if it failed later
+    monkeypatch.setattr(opening, "try_reward", lambda run: None)  # as if it failed later
     with (
         jax.set_mesh(make_mesh(1, 1, 1)),
         pytest.raises(ValueError, match=r"^step 3: 32 of 32 answers could not be scored, 32 of"),
@@ -176,7 +177,7 @@ def test_the_second_epoch_reuses_part_of_the_first_where_there_are_drafts(run):
 
 def test_lenience_0_reuses_nothing_and_inf_everything(run):
     assert _reuse(run({"rollout.lenience": 0.0})) == [0, 0, 0, 0]
-    whole = {"rollout.lenience": math.inf, "rollout.refresh_unsolved": 0.0} | ALL_ROWS
+    whole = {"rollout.lenience": math.inf} | ALL_ROWS
     full = records(run(whole))
     for record in full[3:]:
         assert record["rollout/draft_accept_rate"] == 1

@@ -19,7 +19,7 @@ from specrl_jax.algorithms.scoring import read_nodes
 from specrl_jax.algorithms.update_spec import DraftHeadState, UpdateSpec
 from specrl_jax.models.draft_head import DraftHead, take_frequent
 from specrl_jax.models.logprobs import scan_chunks
-from specrl_jax.models.row_slices import take_slots
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.transformer import (
     Params,
     Transformer,
@@ -60,14 +60,14 @@ def head_gradients(
         guessed = []
         states_mTD = hidden_mTD
         for _ in weights:
-            before = take_slots(states_mTD, sequences.parents)
+            before = gather_tokens(states_mTD, sequences.parents)
             states_mTD, _ = own_head(
                 before, embedded_mTD, positions_BT=sequences.depths, ends_BT=sequences.ends
             )
             guessed.append(states_mTD)
         distances = _distances(update_spec, rows_VD, hidden_mTD, guessed)
         # A token was chosen in the state of its parent.
-        distances = jax.tree.map(lambda x: take_slots(x, sequences.parents), distances)
+        distances = jax.tree.map(lambda x: gather_tokens(x, sequences.parents), distances)
         sums = [jnp.sum(x, where=mask_nR) for x in jax.tree.leaves(read_nodes(distances, nodes_nR))]
         kl = jnp.stack(sums[::2])
         tv = jnp.stack(sums[1::2])

@@ -8,8 +8,7 @@ accepted tokens by the first term, tokens sampled after a rejection by the secon
 too, this lies between π_old and π: a token after a rejection is not sampled from the residual.
 """
 
-import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,43 +19,32 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Rollout, Source
 
-# (log r, log ℓ, d) → weight of accepted tokens [B, R], see `importance_weights`.
-WeightFunction = Callable[[Array, Array, Array], Array]
-# (log r, log ℓ) → chance that an accepted token is rejected without lenience [B, R].
-ShareFunction = Callable[[Array, Array], Array]
-
 
 def _accepted_mask(rollout: Rollout) -> Array:
     """Return bool [B, R], tokens accepted from earlier responses."""
-    inside = jnp.arange(rollout.tokens.shape[1])[None, :] < rollout.lens[:, None]
-    return inside & (rollout.sources == Source.REUSED)
+    inside = jnp.arange(rollout.tokens.ids.shape[1])[None, :] < rollout.lens[:, None]
+    return inside & (rollout.tokens.sources == Source.REUSED)
 
 
-def measure(
-    rollout: Rollout,
-    log_lenience: float,
-    rejected_mass: float,
-    lenient_share: ShareFunction | None,
-) -> dict[str, float]:
+def measure(rollout: Rollout, rejected_mass: float, rule: Any) -> dict[str, float]:
     """Return the `reuse/*` metrics of a rollout; none where no token was accepted.
 
     rejected_mass: from `estimate_rejected_mass`.
-    lenient_share: of the acceptance rule in force; without one there is no
+    rule: the acceptance rule in force; without its `lenient_share` there is no
         `reuse/lenient_fraction`.
     """
-    measured = _measure(rollout, np.float32(log_lenience), lenient_share)
+    measured = _measure(rollout, rule)
     values, prefix_lens = hosts.fetch((measured, rollout.prefix_lens))
     if not prefix_lens.any():
         return {}
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 
-@functools.partial(jax.jit, static_argnames="lenient_share")
-def _measure(
-    rollout: Rollout, log_lenience: Array, lenient_share: ShareFunction | None
-) -> dict[str, Array]:
+@jax.jit
+def _measure(rollout: Rollout, rule: Any) -> dict[str, Array]:
     mask = _accepted_mask(rollout)
-    log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
+    tokens = rollout.tokens
+    log_ratio = jnp.where(mask, tokens.sampling_logprobs - tokens.draft_logprobs, 0.0)
     # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Accepted tokens are distributed as
     # min(π_old, ℓπ) instead.
     divergence = jnp.expm1(log_ratio) - log_ratio
@@ -70,8 +58,8 @@ def _measure(
         "reuse/log_ratio_p95": high,
         "reuse/kl": masked_mean(divergence, mask),
     }
-    if lenient_share is not None:
-        values["reuse/lenient_fraction"] = masked_mean(lenient_share(log_ratio, log_lenience), mask)
+    if rule.lenient_share is not None:
+        values["reuse/lenient_fraction"] = masked_mean(rule.lenient_share(log_ratio), mask)
     return values
 
 
@@ -84,10 +72,8 @@ def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> f
     return rejected / max(int(np.sum(prefix_lens)) + rejected, 1)
 
 
-@functools.partial(jax.jit, static_argnames="weight")
-def importance_weights(
-    rollout: Rollout, log_lenience: Array, rejected_mass: Array, weight: WeightFunction | None
-) -> Array:
+@jax.jit
+def importance_weights(rollout: Rollout, rejected_mass: Array, rule: Any) -> Array:
     """Return weights float32 [B, R] >= 0, which turn means over emitted tokens into means under π.
 
         accepted by ratio      (1 − d)·max(r, 1/ℓ)
@@ -99,12 +85,12 @@ def importance_weights(
     rollout's mean, and a token that was accepted before counts as sampled from the policy that
     accepted it last. Rows verified in earlier steps have this step's d.
 
-    log_lenience: log ℓ in nats, in [-inf, inf].
     rejected_mass: d.
-    weight: Of the acceptance rule in force; None where the rule emits exactly π.
+    rule: the acceptance rule in force; it has no weight where it emits exactly π.
     """
-    if weight is None:
-        return jnp.ones_like(rollout.sampling_logprobs)
-    log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
-    weights = weight(log_ratio, log_lenience, rejected_mass)
+    tokens = rollout.tokens
+    if rule.importance_weight is None:
+        return jnp.ones_like(tokens.sampling_logprobs)
+    log_ratio = tokens.sampling_logprobs - tokens.draft_logprobs
+    weights = rule.importance_weight(log_ratio, rejected_mass)
     return jnp.where(_accepted_mask(rollout), weights, 1.0)

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import hosts
+from specrl_jax import abstract, hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
-from specrl_jax.models.row_slices import take_slots
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
 from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
 from specrl_jax.sharding import axes, chunk_tokens, put, reshape, reshard, shards, take_rows
@@ -117,6 +117,14 @@ def pack_rows(
     )
 
 
+def abstract_packed(update_spec: UpdateSpec, batch: Batch, num_rows: int) -> PackedRows:
+    """Return the shapes of `num_rows` packed rows of a batch."""
+    tokens = np.zeros((num_rows, batch.tokens.shape[1]), np.int32)
+    lens = np.zeros(num_rows, np.int32)
+    row_tokens = RowTokens(tokens, lens, lens + 1, batch.old_logprobs.shape[1])
+    return abstract.result(lambda: pack_rows(update_spec, row_tokens, np.arange(num_rows)))
+
+
 def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
     """Return every row as a sequence of its own, in one micro-batch; slots: R, of responses.
 
@@ -151,7 +159,7 @@ def slot_logprobs(
     """
     model = Transformer(update_spec.model, params)
     states_mTD = _states(model, sequences)
-    hidden_mTD = take_slots(states_mTD, sequences.parents)
+    hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
     def read_logits(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
         logits = logits / update_spec.temperature
@@ -163,7 +171,7 @@ def slot_logprobs(
         return TokenLogprobs(*columns, values=None), states_mTD
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
-        hidden_mTD = take_slots(_states(decoder, sequences), sequences.parents)
+        hidden_mTD = gather_tokens(_states(decoder, sequences), sequences.parents)
     return TokenLogprobs(*columns, token_values(critic, hidden_mTD)), states_mTD
 
 
@@ -213,6 +221,12 @@ def logprobs(
     return _map_micro_batches(read, packed)
 
 
+def logprobs_inputs(update_spec: UpdateSpec, params: Params, batch: Batch) -> tuple:
+    """Return the inputs of `logprobs` for all rows of a batch."""
+    packed = abstract_packed(update_spec, batch, len(batch.tokens))
+    return update_spec, params, packed, batch.support
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def critic_values(
     update_spec: UpdateSpec,
@@ -227,6 +241,14 @@ def critic_values(
         return slot_logprobs(update_spec, policy, state.critic, part)[0].values
 
     return _map_micro_batches(read, packed)
+
+
+def values_inputs(
+    update_spec: UpdateSpec, state: PolicyState, batch: Batch, base_params: Params | None
+) -> tuple:
+    """Return the inputs of `critic_values` for all rows of a batch."""
+    packed = abstract_packed(update_spec, batch, len(batch.tokens))
+    return update_spec, state, packed, base_params
 
 
 @jax.jit

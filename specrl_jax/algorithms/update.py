@@ -19,6 +19,7 @@ from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_lo
 from specrl_jax.algorithms.preference import weigh_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
+    abstract_packed,
     logprobs,
     read_nodes,
     slot_logprobs,
@@ -52,16 +53,17 @@ def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> B
 def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout, keep_mask: bool) -> Batch:
     """Make the batch of prompts on the host by one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
+    tokens = rollout.tokens
     support = None
     if keep_mask:
-        support = jnp.where(jnp.isneginf(rollout.top_logprobs), -1, rollout.top_ids)
+        support = jnp.where(jnp.isneginf(tokens.top_logprobs), -1, tokens.top_ids)
     return Batch(
-        tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, rollout.tokens),
+        tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, tokens.ids),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
-        old_logprobs=rollout.sampling_logprobs if keep_mask else rollout.policy_logprobs,
-        forced=rollout.sources == Source.FORCED,
-        advantages=jnp.zeros_like(rollout.policy_logprobs),
+        old_logprobs=tokens.sampling_logprobs if keep_mask else tokens.policy_logprobs,
+        forced=tokens.sources == Source.FORCED,
+        advantages=jnp.zeros_like(tokens.policy_logprobs),
         support=support,
     )
 
@@ -130,6 +132,18 @@ def update(
         sizes = _sizes(head.params, head.opt_state)
         scalars["head_weight_norm"], scalars["head_moments"] = sizes
     return state, scalars
+
+
+def update_inputs(
+    update_spec: UpdateSpec,
+    state: PolicyState,
+    batch: Batch,
+    num_rows: int,
+    base_params: Params | None,
+) -> tuple:
+    """Return the inputs of `update` for mini-batches of `num_rows` rows."""
+    packed = abstract_packed(update_spec, batch, num_rows)
+    return update_spec, state, batch, packed, base_params
 
 
 def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:

@@ -38,10 +38,12 @@ from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.engine.all_rows import start_all_rows
-from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
@@ -61,7 +63,7 @@ _TIMED_STEPS = 32  # of a timed call
 _ROUNDS = 3  # the fastest counts
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 # A rule that decides by log-probs, as for SPEC-RL.
-RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
+RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew).of(1.0)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
@@ -252,14 +254,14 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> RolloutCase:
     """Return a rollout of one bucket and one width, whose rows all end at one length.
 
-    fields: of `RolloutInputs`.
+    fields: of `Requests`.
     """
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     weights = random_weights(size.model, uniform=True)
     prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    inputs = RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), **fields)
-    return functools.partial(generate, spec, weights, inputs, max_lens=lens)
+    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), max_lens=lens, **fields)
+    return functools.partial(generate, spec, weights, inputs)
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
@@ -268,7 +270,7 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    history = as_history(rollout.tokens, rollout.lens, GROUP)
+    history = as_history(rollout.tokens.ids, rollout.lens, GROUP)
     for width in (1, size.max_width):
         case = plain if width == 1 else _case(size, width=width, history=history)
         steps = run_case(case).stats.decode_steps  # compiles
@@ -300,7 +302,8 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
-    verified = _case(size, drafts=Drafts.of(_case(size)().rollout))
+    rollout = _case(size)().rollout
+    verified = _case(size, drafts=Drafts(rollout.tokens, rollout.lens))
     prompts = size.rows // GROUP * size.prompt_len
     drafted = size.rows * size.response_len
     flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
@@ -333,13 +336,13 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     noise = NoiseKey(jax.random.key(0), 1)
 
     def rows_half_way() -> Rows:
-        rows = start_all_rows(spec, prompts, noise)
+        starts = RowStarts.of(spec, Requests(prompts, noise))
+        rows = start_rows(spec, int(noise.purpose), noise.key, starts)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = rows_half_way()
     drafts = spec.draft_source.init(prompts, history, GROUP)
     stop = StopCondition.of(
-        ShardSizes(np.int32(size.rows), np.int32(size.rows)),
         max_steps=_TIMED_STEPS,
         max_unfinished=-1,
         max_left=-1,

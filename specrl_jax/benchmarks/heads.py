@@ -25,8 +25,9 @@ from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
-from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run, RunState
@@ -76,7 +77,7 @@ def _accepted(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of draft."""
     weights = state.rollout_weights(run)
-    inputs = RolloutInputs(prompts, NoiseKey(run.key, _FRESH))
+    inputs = Requests(prompts, NoiseKey(run.key, _FRESH))
     sampling = run.rollout_spec.sampling
     heads = {"no drafts": None, "coupled": sampling, "greedy": SamplingConfig(temperature=0)}
     cases = {}
@@ -89,7 +90,7 @@ def _accepted(
     for index, (label, case) in enumerate(cases.items()):
         timed = [times[index] for times in rounds]
         row = {"step": state.step, "drafts": label, "row_steps": timed[0].stats.row_steps}
-        differ = np.any(timed[0].rollout.tokens != plain.rollout.tokens, axis=1)
+        differ = np.any(timed[0].rollout.tokens.ids != plain.rollout.tokens.ids, axis=1)
         row["rows_that_differ"] = int(np.sum(differ))
         row["seconds"] = spread(x.seconds for x in timed)
         against = [x.seconds / times[0].seconds for x, times in zip(timed, rounds)]
@@ -111,7 +112,7 @@ def _update_seconds(
     run: Run, state: RunState, prompts: Prompts, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the seconds of one update of all rows without the head, and with it, made in turn."""
-    inputs = RolloutInputs(prompts, NoiseKey(run.key, 0))
+    inputs = Requests(prompts, NoiseKey(run.key, 0))
     result = generate(_spec(run, None, 1), state.rollout_weights(run), inputs)
     batch = make_batch(prompts, result.rollout)
     rows = np.arange(run.config.updates.mini_batch_size)

@@ -30,10 +30,11 @@ from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
-from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, Tokens
 
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
@@ -263,13 +264,14 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     # The longest is 8 times the median.
     lens = long_tailed(size.rows, size.response_len, size.response_len / 8)
     weights = random_weights(size.model)
-    inputs = RolloutInputs(random_prompts(size, size.rows), NoiseKey(jax.random.key(0), 1))
+    prompts = random_prompts(size, size.rows)
+    inputs = Requests(prompts, NoiseKey(jax.random.key(0), 1), max_lens=lens)
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)
     cases = {
-        "naive loop": functools.partial(generate, naive, weights, inputs, max_lens=lens),
-        "no drafts": functools.partial(generate, plain, weights, inputs, max_lens=lens),
+        "naive loop": functools.partial(generate, naive, weights, inputs),
+        "no drafts": functools.partial(generate, plain, weights, inputs),
     }
     rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
@@ -282,8 +284,8 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
         ):
             drafted = dataclasses.replace(inputs, **fields)
             seconds = time_decoding(spec, weights, drafted)
-            options = {"max_lens": lens, "speculation": Speculation(seconds)}
-            case = functools.partial(generate, spec, weights, drafted, **options)
+            speculation = Speculation(seconds)
+            case = functools.partial(generate, spec, weights, drafted, speculation=speculation)
             cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
@@ -345,13 +347,18 @@ def make_drafts(
 
     One is for previous drafts, the other for tree drafts.
     """
-    tokens = corrupt(rollout.tokens, rate, vocab, rng)
-    copies = corrupt(rollout.tokens, rate, vocab, rng)
-    logprobs = put(rollout.sampling_logprobs, "batch", None)
+    tokens = corrupt(rollout.tokens.ids, rate, vocab, rng)
+    copies = corrupt(rollout.tokens.ids, rate, vocab, rng)
+    logprobs = put(rollout.tokens.sampling_logprobs, "batch", None)
     steps = put(np.zeros_like(tokens), "batch", None)
     lens = put(rollout.lens, "batch")
-    previous = Drafts(put(tokens, "batch", None), lens, logprobs, logprobs, steps)
-    return previous, as_history(copies, rollout.lens, GROUP)
+    drafted = Tokens(
+        put(tokens, "batch", None),
+        sampling_logprobs=logprobs,
+        origin_logprobs=logprobs,
+        origin_steps=steps,
+    )
+    return Drafts(drafted, lens), as_history(copies, rollout.lens, GROUP)
 
 
 def as_history(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> DraftHistory:

@@ -7,7 +7,6 @@ on the noise that wrote the drafts (exact reuse), as previous and as tree drafts
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,9 @@ from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run
@@ -36,16 +37,15 @@ class _Case:
     label: str
     spec: RolloutSpec
     drafted: bool = True
-    lenience: float = 1.0
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
     def drafts_of(self, written: Rollout) -> dict[str, Any]:
-        """Return the fields of `RolloutInputs` by which earlier responses are drafts."""
+        """Return the fields of `Requests` by which earlier responses are drafts."""
         if not self.drafted:
             return {}
         if not self.spec.draft_source:
-            return {"drafts": Drafts.of(written), "log_lenience": math.log(self.lenience)}
-        tokens = np.asarray(written.tokens)
+            return {"drafts": Drafts(written.tokens, written.lens)}
+        tokens = np.asarray(written.tokens.ids)
         lens = np.asarray(written.lens)
         return {"history": as_history(tokens, lens, self.spec.group_size)}
 
@@ -73,7 +73,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
 
     def respond(case: _Case, step: int, written: Rollout) -> TimedRollout:
         noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
-        inputs = RolloutInputs(prompts, noise, **case.drafts_of(written))
+        inputs = Requests(prompts, noise, **case.drafts_of(written))
         return run_case(functools.partial(generate, case.spec, weights, inputs))
 
     cases = list(_cases(run))
@@ -105,7 +105,7 @@ def _write_and_train(
     state = init_state(run, params)
     older = rollout_weights(run.model, state.policy(run.model))
     written = [
-        generate(run.rollout_spec, older, RolloutInputs(prompts, NoiseKey(run.key, step))).rollout
+        generate(run.rollout_spec, older, Requests(prompts, NoiseKey(run.key, step))).rollout
         for step in steps
     ]
     with run.responder.pool:
@@ -128,9 +128,9 @@ def _cases(run: Run) -> Iterator[_Case]:
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
-            yield _Case(label, with_rule(rule), lenience=lenience)
+            yield _Case(label, with_rule(rule.of(lenience)))
         if rule.samples_anew:
-            yield _Case(f"{name}, kept noise", with_rule(rule), keeps_noise=True)
+            yield _Case(f"{name}, kept noise", with_rule(rule.of(1.0)), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
     width = settings.max_width

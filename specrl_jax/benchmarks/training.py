@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import train
+from specrl_jax.abstract import device_bytes
 from specrl_jax.benchmarks.rollout import Log, Report, Size, choose, seconds_of, without_end
-from specrl_jax.compile import programs, shapes
+from specrl_jax.compile import programs
+from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run, RunState
@@ -73,10 +75,10 @@ def _measure_case(config) -> tuple[dict[str, Any], int]:
     with contextlib.redirect_stdout(sys.stderr):  # it says which kernels are chosen
         run, state = _start(config)
     built = time.perf_counter()
-    listed = programs.run_programs(shapes.of_run(run))
+    listed = programs.run_programs(AbstractRun.of(run))
     compiled = programs.compile_all(listed)
     compiled_at = time.perf_counter()
-    kept = shapes.device_bytes(state.arrays())
+    kept = device_bytes(state.arrays())
     needed = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)
 
     def step() -> float:

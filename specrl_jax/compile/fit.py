@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.compile.shapes import AbstractRun, RolloutShapes, device_bytes, of_run
+from specrl_jax.abstract import device_bytes
+from specrl_jax.compile import memory
+from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import shards
-from specrl_jax.training import memory
 from specrl_jax.training.state import Run
 
 _SPARE = 0.1  # share of the memory for what is not counted, and for gaps between arrays
@@ -40,7 +42,7 @@ def fit_rows_to_memory(run: Run) -> Run:
 
     Raises ValueError as `fit_rows` does.
     """
-    shapes = of_run(run).of_rollouts()
+    shapes = AbstractRun.of(run).of_rollouts()
     with jax.set_mesh(run.rollout_mesh):
         there = memory.device_memory()[0] / run.rollout_mesh.size
         fitted = fit_rows(shapes, there)
@@ -81,10 +83,11 @@ def describe(run: AbstractRun, there: float) -> str:
     shapes = run.training
     at_once = shapes.buckets.sizes[0]
     own = at_once // shards("batch")
-    cache = device_bytes(shapes.cache(at_once)) / 2**30
+    cache, _ = shapes.batch(at_once)
+    cache_size = device_bytes(cache) / 2**30
     return (
         f"rollout: {at_once:,} of {run.rows:,} rows at once, {own:,} on each shard; their cache "
-        f"takes {cache:.3g} of {there / 2**30:.3g} GiB of a device"
+        f"takes {cache_size:.3g} of {there / 2**30:.3g} GiB of a device"
     )
 
 
@@ -110,7 +113,7 @@ def estimate(kept: Any, shapes: RolloutShapes) -> Need:
     pieces = shards("batch")
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     beside = device_bytes([kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
-    row = device_bytes([shapes.cache(pieces), shapes.batch_rows(pieces)])
+    row = device_bytes(shapes.batch(pieces))
     return Need(beside + _extend_bytes(shapes), row + _step_bytes(shapes))
 
 

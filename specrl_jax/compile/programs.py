@@ -7,36 +7,48 @@ The list follows from the configuration. Training compiles it at the start (`com
 import concurrent.futures
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import rich.console
 
+from specrl_jax.abstract import device_bytes
+from specrl_jax.agents.turns import append_forced, append_forced_inputs
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
-from specrl_jax.algorithms.scoring import critic_values, logprobs
-from specrl_jax.algorithms.update import update
-from specrl_jax.compile.shapes import (
-    AbstractRun,
-    RolloutShapes,
-    array,
-    device_bytes,
-    made_up_prompts,
-    on_host,
+from specrl_jax.algorithms.scoring import (
+    critic_values,
+    logprobs,
+    logprobs_inputs,
+    values_inputs,
 )
+from specrl_jax.algorithms.update import update, update_inputs
+from specrl_jax.compile import memory
+from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
-from specrl_jax.rollout.drafts.store import pick_drafts, pick_history
-from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_arrays, start_rows
-from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.feed import feed
-from specrl_jax.rollout.rows import compact, compact_layer, release, scatter
+from specrl_jax.rollout.drafts.store import pick_drafts, pick_history, pick_inputs
+from specrl_jax.rollout.engine.all_rows import (
+    empty_batch,
+    read_inputs,
+    read_rollout,
+    start_inputs,
+    start_rows,
+)
+from specrl_jax.rollout.engine.decode import decode_inputs, decode_steps
+from specrl_jax.rollout.engine.extend import extend, extend_inputs
+from specrl_jax.rollout.engine.feed import feed, feed_inputs
+from specrl_jax.rollout.engine.shapes import RolloutShapes
+from specrl_jax.rollout.rows import (
+    compact,
+    compact_layer,
+    compact_layer_inputs,
+    release,
+    release_inputs,
+    scatter,
+)
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.rollout.turns import append_forced
-from specrl_jax.training import memory
 from specrl_jax.training.description import critic_only_steps
 
 
@@ -69,10 +81,8 @@ def _copies(run: AbstractRun) -> Iterator[Program]:
     yield _program("policy copy", copy_weights, run.model, policy, kept=policy)
     if head := run.state.draft_head:
         vocab = run.update_spec.draft_head.vocab
-        yield _program(
-            "draft head copy", copy_draft_head, run.model, head.params, policy, head.counts,
-            vocab=vocab,
-        )  # fmt: skip
+        inputs = (run.model, head.params, policy, head.counts)
+        yield _program("draft head copy", copy_draft_head, *inputs, vocab=vocab)
 
 
 def _programs_of_rollouts(run: AbstractRun) -> Iterator[Program]:
@@ -80,11 +90,11 @@ def _programs_of_rollouts(run: AbstractRun) -> Iterator[Program]:
     if run.config.evaluate.every:
         yield from _evaluation_programs(run)
     stored = run.stored
+    inputs = pick_inputs(stored, run.prompts_per_rollout)
     for age in sorted({1, run.config.rollout.draft_age}):
-        name = f"pick drafts of age {age}"
-        yield _program(name, pick_drafts, *run.picked, age=age, kept=stored)
+        yield _program(f"pick drafts of age {age}", pick_drafts, *inputs, age=age, kept=stored)
     if run.spec.draft_history:
-        yield _program("pick history", pick_history, *run.picked, kept=stored)
+        yield _program("pick history", pick_history, *inputs, kept=stored)
     yield from rollout_programs(run.training)
 
 
@@ -93,40 +103,36 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
 
     prefix: of their names.
     """
-    spec = shapes.spec
     buckets = shapes.buckets
-    stop = on_host(StopCondition.of(shapes.inputs.shard_sizes))
-    most = buckets.sizes[0]
-    yield _program(
-        f"{prefix}extend", extend, spec, buckets, shapes.weights, shapes.cache(most),
-        shapes.batch_rows(most), shapes.inputs, shapes.texts, runs_model=True,
-        kept=shapes.weights["stacked"], beside=shapes.weights["layers"],
-    )  # fmt: skip
+    all_rows = shapes.all_rows
+    stacked = shapes.weights["stacked"]
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
-    others = (shapes.all_rows, shapes.drafts)
-    over = array(np.bool_, (shapes.rows,), "batch")
+    others = (all_rows, shapes.drafts)
+    yield _program(
+        f"{prefix}extend", extend, *extend_inputs(shapes), runs_model=True, kept=stacked,
+        beside=shapes.weights["layers"],
+    )  # fmt: skip
     for size in buckets.sizes:
-        cache = shapes.cache(size)
-        rows = shapes.batch_rows(size)
+        cache, rows = shapes.batch(size)
         for width in buckets.widths:
-            draft_state = shapes.draft_state if width > 1 else None
             yield _program(
-                f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, cache,
-                rows, draft_state, stop, width=width, runs_model=True, beside=others,
+                f"{prefix}decode {size} x {width}", decode_steps,
+                *decode_inputs(shapes, size, width), width=width, runs_model=True, beside=others,
             )  # fmt: skip
-        if spec.turns:
+        if shapes.spec.turns:
             yield _program(
-                f"{prefix}feed {size}", feed, spec, buckets, shapes.weights, cache, rows,
-                shapes.inputs, shapes.fed, runs_model=True, kept=shapes.weights["stacked"],
+                f"{prefix}feed {size}", feed, *feed_inputs(shapes, size), runs_model=True,
+                kept=stacked,
             )  # fmt: skip
-            yield _program(f"{prefix}release {size}", release, rows, over)
+            yield _program(f"{prefix}release {size}", release, *release_inputs(rows, all_rows))
         if smaller := buckets.size_below(size):
             yield _program(f"{prefix}compact to {smaller}", compact, rows, size=smaller)
             yield _program(
-                f"{prefix}compact a layer to {smaller}", compact_layer, cache[0], rows.done,
-                rows.index, size=smaller, beside=(copied, others, cache[1:]),
+                f"{prefix}compact a layer to {smaller}", compact_layer,
+                *compact_layer_inputs(cache[0], rows), size=smaller,
+                beside=(copied, others, cache[1:]),
             )  # fmt: skip
-        yield _program(f"{prefix}write back {size}", scatter, rows, shapes.all_rows)
+        yield _program(f"{prefix}write back {size}", scatter, rows, all_rows)
 
 
 def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
@@ -135,33 +141,23 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     shapes = run.evaluation
     spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
-    made_up = made_up_prompts(spec, shapes.rows)
-    arrays = start_arrays(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
-    purpose = int(Purpose.EVALUATE)
-    yield _program(f"{prefix}start", start_rows, spec, purpose, run.key, *on_host(arrays))
+    inputs = start_inputs(spec, Purpose.EVALUATE, run.key, shapes.num_rows)
+    yield _program(f"{prefix}start", start_rows, *inputs)
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
         size=shapes.buckets.sizes[0], slots=shapes.buckets.slots,
     )  # fmt: skip
-    step = jax.ShapeDtypeStruct((), np.int32)
-    yield _program(
-        f"{prefix}read", read_rollout, spec, shapes.all_rows, shapes.drafts, None, step
-    )  # fmt: skip
+    inputs = read_inputs(spec, shapes.all_rows, shapes.drafts)
+    yield _program(f"{prefix}read", read_rollout, *inputs)
     if spec.turns:
-        tokens = array(np.int32, (shapes.rows, spec.response_slots), "batch", None)
-        lens = array(np.int32, (shapes.rows,), "batch")
-        answered = array(np.bool_, (shapes.rows,), "batch")
-        yield _program(
-            f"{prefix}append forced", append_forced, shapes.all_rows, tokens, lens, answered
-        )  # fmt: skip
+        inputs = append_forced_inputs(shapes.all_rows, spec.response_slots)
+        yield _program(f"{prefix}append forced", append_forced, *inputs)
 
 
 def _update_programs(run: AbstractRun) -> Iterator[Program]:
     """Yield the programs of the update, and those of log-probs and values where there are any."""
     settings = run.config
     update_spec = run.update_spec
-    rows = run.batch.response_lens.shape[0]
-    every = run.packed(rows)
     kept = (run.state, run.base_params)
     scored = {}
     if OLD_LOGPROBS[settings.updates.old_logprobs].recomputed:
@@ -169,22 +165,16 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
         scored["log-probs of the reference"] = run.reference_policy
     for name, params in scored.items():
-        yield _program(
-            name, logprobs, update_spec, params, every, run.batch.support, runs_model=True,
-            kept=params,
-        )  # fmt: skip
+        inputs = logprobs_inputs(update_spec, params, run.batch)
+        yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
     if update_spec.critic:
-        yield _program(
-            "values", critic_values, update_spec, run.state, every, base_params=run.base_params,
-            runs_model=True, kept=kept,
-        )  # fmt: skip
-    mini_batch = run.packed(settings.updates.mini_batch_size)
+        inputs = values_inputs(update_spec, run.state, run.batch, run.base_params)
+        yield _program("values", critic_values, *inputs, runs_model=True, kept=kept)
+    num_rows = settings.updates.mini_batch_size
+    inputs = update_inputs(update_spec, run.state, run.batch, num_rows, run.base_params)
     for critic_only in {False, critic_only_steps(settings) > 0}:
-        yield _program(
-            "update of the critic" if critic_only else "update", update, update_spec, run.state,
-            run.batch, mini_batch, base_params=run.base_params, critic_only=critic_only,
-            runs_model=True, kept=kept,
-        )  # fmt: skip
+        name = "update of the critic" if critic_only else "update"
+        yield _program(name, update, *inputs, critic_only=critic_only, runs_model=True, kept=kept)
 
 
 def _program(
@@ -242,23 +232,21 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     start = time.perf_counter()
     listed = run_programs(run)
     models = sum(program.runs_model for program in listed)
-    done = []
-    if not sys.stderr.isatty():  # no progress is seen: minutes without a word would look dead
+    console = rich.console.Console(stderr=True)
+    if not console.is_terminal:  # no progress is seen: minutes without a word would look dead
         print(
             f"compiling {len(listed)} programs, {models} of the model; those of a large model take "
             "minutes the first time",
             flush=True,
         )
+    done = []
+    with console.status("compiling") as status:
 
-    def note(name: str) -> None:
-        done.append(name)
-        if sys.stderr.isatty():
-            line = f"compiling: {len(done)} of {len(listed)}, {name}"
-            print(f"\r{line:78.78}", end="", file=sys.stderr, flush=True)
+        def note(name: str) -> None:
+            done.append(name)
+            status.update(f"compiling: {len(done)} of {len(listed)}, {name}")
 
-    compiled = compile_all(listed, note)
-    if sys.stderr.isatty():
-        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
+        compiled = compile_all(listed, note)
     kept = {mesh: device_bytes(state, mesh) for mesh in {x.mesh for x in listed}}
     needs = {x.name: needed_bytes(x, compiled[x.name], kept[x.mesh]) for x in listed}
     largest = max(needs, key=needs.get)

@@ -16,7 +16,7 @@ Check = tuple[str, str, bool]
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
-    group_size = load("training.group_buffer:trained_group_size")(config)
+    group_size = load("training.slots:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
     mini = config.updates.mini_batch_size
     yield (
@@ -126,7 +126,7 @@ def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     if meaning(config, "updates.select") is not None:
         where = f"where updates.select is {updates.select}"
-        group_size = load("training.group_buffer:trained_group_size")(config)
+        group_size = load("training.slots:trained_group_size")(config)
         rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
         yield "updates.select", rule, group_size % 4 == 0
         yield "updates.select", f"all {objective}", not pairs
@@ -178,12 +178,10 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     waits = ["algorithm.dynamic_sampling is True"] if config.algorithm.dynamic_sampling else []
     if curriculum.screens:
         waits.append(by_name)
-    unforeseen = waits or ([] if curriculum.foresees else [by_name])
-    for reason in unforeseen:
-        yield "rollout.partial", f"0 where {reason}", not partial
+    if not curriculum.foresees:
+        yield "rollout.partial", f"0 where {by_name}", not partial
+        yield "rollout.run_ahead", f"False where {by_name}", not config.rollout.run_ahead
     partial_rows = ["rollout.partial is > 0"] if partial else []
-    for reason in unforeseen + partial_rows:
-        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
     for reason in waits + partial_rows:
         by_update = meaning(config, "updates.old_logprobs").by_update
         yield "updates.old_logprobs", f"rollout where {reason}", not by_update

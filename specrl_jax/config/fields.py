@@ -278,8 +278,6 @@ FIELDS: dict[str, Field] = {
     "rollout.draft_age": _row(ONE_OR_TWO, PREVIOUS, idle=1),
     "rollout.accept": _row(key_of("rollout.acceptance:ACCEPTANCE_RULES"), PREVIOUS, idle="match"),
     "rollout.lenience": _row(NOT_NEGATIVE, PREVIOUS, LENIENT, idle=1.0),
-    "rollout.draft_refresh": _row(SHARE, PREVIOUS, VERIFIED, idle=0.0),
-    "rollout.refresh_unsolved": _row(SHARE, PREVIOUS, INEXACT, idle=0.0),
     "rollout.noise_epochs": _row(integer(1), KEPT_NOISE, idle=1),
     "rollout.noise_refresh": _row(SHARE, KEPT_NOISE, SEVERAL_VISITS, idle=0.0),
     "rollout.stored_logprobs": _row(integer(1), PREVIOUS, DISTRIBUTION),

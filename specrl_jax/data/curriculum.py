@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.prompts import EncodedDataset, digest, select, words
+from specrl_jax.data.prompts import EncodedDataset, digest, words
 from specrl_jax.types import Example, Prompts, StatePart
 
 
@@ -110,7 +110,7 @@ class PromptStream(StatePart):
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """Return the prompts of these ids, in this order."""
-        return select(self._encoded, [self._rows[prompt_id] for prompt_id in prompt_ids])
+        return self._encoded.select([self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
     def given(self) -> int:
@@ -162,7 +162,7 @@ class _Chooser(PromptStream):
         chosen = free[self._choose(rng, free, count)]
         self.draws += 1
         self.taken += count
-        return select(self._encoded, chosen)
+        return self._encoded.select(chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         """Return `count` distinct indices into `free`."""
@@ -207,7 +207,7 @@ class ByPassRate(_Chooser):
         rewards = np.clip(rewards, 0, 1).astype(np.float64)
         decay = self._settings.decay
         for example, group in zip(prompts.examples, rewards, strict=True):
-            prompt_id = example.base_id
+            prompt_id = example.prompt_id
             evidence = np.array([group.sum(), (1 - group).sum()])
             faded = decay * np.array(self._alpha_beta(prompt_id)) + (1 - decay)
             self.posterior[prompt_id] = (faded + evidence).tolist()
@@ -349,13 +349,13 @@ def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> P
 
 
 def part_of(prompts: Prompts, first: int) -> Prompts:
-    """Return the same prompts for their responses from `first` on, under ids "ID+first".
+    """Return the same prompts for their responses from number `first` on.
 
     So a group can be sampled and stored in parts, each with noise of its own. The first part has
-    the plain ids.
+    the noise of the whole.
     """
     if first == 0:
         return prompts
-    examples = tuple(example.part(first) for example in prompts.examples)
-    digests = [hashlib.blake2b(e.prompt_id.encode(), digest_size=8).hexdigest() for e in examples]
+    examples = tuple(dataclasses.replace(e, first_sample=first) for e in prompts.examples)
+    digests = [hashlib.blake2b(e.key.encode(), digest_size=8).hexdigest() for e in examples]
     return dataclasses.replace(prompts, ids=words(digests), examples=examples)

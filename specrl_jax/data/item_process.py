@@ -85,7 +85,7 @@ def _gym_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
 
 def _games(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
     """Return games, each of a seed that is its answer."""
-    from specrl_jax.rewards.textarena_games import load_game
+    from specrl_jax.agents.textarena_games import load_game
 
     game = load_game(name)()
     items = []
@@ -98,7 +98,7 @@ def _games(name: str, options: dict[str, Any], seed: int, start: int, stop: int)
 
 def _tasks(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
     """Return tasks in the order of their taskset, whatever the seed."""
-    from specrl_jax.rewards.verifiers_tasks import read_tasks
+    from specrl_jax.agents.verifiers_tasks import read_tasks
 
     return list(itertools.islice(read_tasks(name, options), start, stop))
 

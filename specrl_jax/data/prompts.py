@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.agents.environments import ENVIRONMENTS
 from specrl_jax.data.messages import asks, canonical, check_text, read_prompt, with_instruction
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import answer_pattern, is_blank, json_value, jsonable, one_line
-from specrl_jax.rewards.environments import ENVIRONMENTS
 from specrl_jax.rewards.scorers import scorers_of
 from specrl_jax.types import FILLER_TASK, Example, Prompts
 
@@ -264,23 +264,6 @@ def words(ids: Sequence[str]) -> np.ndarray:
     return np.array(pairs, np.uint32).reshape(len(pairs), 2)
 
 
-def concatenate(*batches: Prompts) -> Prompts:
-    """Return the prompts of all batches, [Q1 + Q2 + ...]."""
-    return Prompts(
-        tokens=np.concatenate([x.tokens for x in batches]),
-        lens=np.concatenate([x.lens for x in batches]),
-        ids=np.concatenate([x.ids for x in batches]),
-        examples=tuple(example for x in batches for example in x.examples),
-    )
-
-
-def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
-    """Return the prompts at these indices of a batch, in this order."""
-    rows = np.asarray(rows, np.int64)
-    examples = tuple(prompts.examples[i] for i in rows)
-    return Prompts(prompts.tokens[rows], prompts.lens[rows], prompts.ids[rows], examples)
-
-
 def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
     """All problems in order: (batch of exactly `size` prompts, number of real ones).
 
@@ -292,9 +275,9 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     filler = tuple(make_example("", str(i), FILLER_TASK, {}) for i in range(missing))
     tokens = np.full((missing, encoded.tokens.shape[1]), encoded.tokens[0, 0], np.int32)
     ids = words([example.prompt_id for example in filler])
-    padded = concatenate(encoded, Prompts(tokens, np.ones(missing, np.int32), ids, filler))
+    padded = Prompts.concatenate(encoded, Prompts(tokens, np.ones(missing, np.int32), ids, filler))
     starts = range(0, total, size)
-    return [(select(padded, range(s, s + size)), min(size, total - s)) for s in starts]
+    return [(padded.select(range(s, s + size)), min(size, total - s)) for s in starts]
 
 
 # --- solutions, demonstrations --------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 import dataclasses
 
+from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.reading import Reading
-from specrl_jax.rewards.worker_process import Result
-from specrl_jax.rollout.generate import RolloutInputs
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.training.responses import Responder
 
 
@@ -30,13 +30,13 @@ def play(
     prompts = policy.prompts(prompt, answer)
     spec = policy.spec(prompts.tokens.shape[1], 1, policy.config.evaluate.temperature)
     shown = dataclasses.replace(responder, watch=_show)
-    responses = shown.respond(spec, weights, RolloutInputs(prompts, policy.noise(number)))
+    responses = shown.respond(spec, weights, Requests(prompts, policy.noise(number)))
     failure = responses.rewards.reasons[0]
     reward = f"reward {responses.rewards.rewards[0]:.4g}, turns {responses.turns.counts[0]}"
     print(f"{reward}, failed: {failure}" if failure else reward, flush=True)
 
 
-def _show(row: int, said: Reading | Result) -> None:
+def _show(row: int, said: Reading | StepResult) -> None:
     """Print what is said in the first episode; the others fill up its batch."""
     if row:
         return

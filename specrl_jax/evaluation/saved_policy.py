@@ -23,8 +23,9 @@ from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
 from specrl_jax.process import runtime
 from specrl_jax.process.checkpoint import Checkpointer, checksum
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec, generate
-from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.rollout.generate import RolloutSpec, generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import make_stop_strings, write_stop
 from specrl_jax.sharding import shards
 from specrl_jax.types import Prompts
@@ -99,8 +100,8 @@ class SavedPolicy:
         """
         prompts = self.prompts(prompt)
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
-        rollout = generate(spec, weights, RolloutInputs(prompts, self.noise(number))).rollout
-        tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
+        rollout = generate(spec, weights, Requests(prompts, self.noise(number))).rollout
+        tokens, lens = jax.device_get((rollout.tokens.ids, rollout.lens))
         ids = tokens[0, : lens[0]].tolist()
         decode = self.tokenizer.decode
         return (

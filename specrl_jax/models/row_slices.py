@@ -20,8 +20,8 @@ def read_slots(array: Array, starts_B: Array, count: int) -> Array:
     return jax.vmap(lambda row, start: read(row, start, count))(array, starts_B)
 
 
-def take_slots(array: Array, slots_BT: Array) -> Array:
-    """Take the slots int32 [B, T] of every row of [B, S, ...]: [B, T, ...]."""
+def gather_tokens(array: Array, slots_BT: Array) -> Array:
+    """Gather the tokens in slots int32 [B, T] of every row of [B, S, ...]: [B, T, ...]."""
     return jax.vmap(lambda row, slots: row[slots])(array, slots_BT)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from specrl_jax.config.fields import NEW_RUN, RESUMED, may_change
 from specrl_jax.process.checkpoint import Checkpointer, check_run_config
+from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import read_metrics
 from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
-from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = may_change(RESUMED)

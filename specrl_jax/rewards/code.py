@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specrl_jax.rewards import code_process, containment, linux
 from specrl_jax.rewards.code_forms import Case, PythonTests, code_of, lines_of, read_tests
+from specrl_jax.sandbox import code_process, containment, linux
 
 MAX_MESSAGE = 2**24  # bytes of one message between the two processes
 _TESTS = "the tests in the answer"

@@ -2,7 +2,7 @@
 
 A reward is a plain function `score(response, answer, task, metadata) -> float`, called by these
 names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
-text, so `workers` runs it within limits of time and memory. A function of the user's that says
+text, so the sandbox runs it within limits of time and memory. A function of the user's that says
 `batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and gives
 as many scores. One that names a parameter `ended` gets whether the response came to its end (a list
 where it takes lists): False where the length cut it.
@@ -26,6 +26,7 @@ from specrl_jax.rewards.marks import WORD, marked_answer, without_unit
 # A response that thinks once, then answers.
 FORMAT = r"\s*<think>(?!\s*</think>)((?!</?think>).)+</think>(?=\s*\S)((?!</?think>).)+"
 
+MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
 MAX_MATH_END = 100  # characters of what follows the last word, to be read as a whole
 MAX_MATH_DIGITS = 100_000  # decimal digits; a power with more is hostile
@@ -188,6 +189,13 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 def is_batched(scorer: Callable) -> bool:
     return bool(getattr(scorer, "batched", False))
+
+
+def checked(score: float) -> float:
+    """Return a score; ValueError where it is no number of a reward."""
+    if abs(score) <= MAX_SCORE:
+        return score
+    raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
 
 
 def load_by_name(

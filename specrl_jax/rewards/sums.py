@@ -12,9 +12,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.inputs import one_line, reward_terms
-from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer, takes_ended
-from specrl_jax.rewards.worker_process import MAX_SCORE
-from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
+from specrl_jax.rewards.pool import RewardPool, Rewards, apply_threshold
+from specrl_jax.rewards.scorers import (
+    MAX_SCORE,
+    find_scorer,
+    is_batched,
+    load_scorer,
+    takes_ended,
+)
 from specrl_jax.types import FILLER_TASK
 
 

@@ -17,17 +17,19 @@ likeliest tokens are kept one by one, and all *other tokens* as one outcome z.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
-from specrl_jax.types import TokenColumns
+from specrl_jax.types import Tokens
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -37,9 +39,8 @@ class DraftTokens:
     """Draft tokens of b rows at t positions, and the numbers that rules compare them with."""
 
     lens: Array  # int32 [b], tokens that count: the first ones
-    stored: TokenColumns  # [b, t], with the stored log-probs under π_old
+    stored: Tokens  # [b, t], with the stored log-probs under π_old
     uniforms: Array  # float32 [b, t] in (0, 1]
-    log_lenience: Array  # scalar in [-inf, inf]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,8 @@ class Residual:
         return jnp.where(empty, scores, weights)
 
 
-@dataclasses.dataclass(frozen=True)
 class AcceptanceRule:
-    """Rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
+    """Rule of `ACCEPTANCE_RULES`: a pytree; its numbers are arguments of the compiled programs.
 
     A rule `look`s at a draft, some tokens at a time, until it rejects one or the draft ends. Then
     it `decide`s. A rule that compares each draft token's log-prob with a known number overrides
@@ -86,43 +86,44 @@ class AcceptanceRule:
     samples_anew = False
     needs_distribution = False  # π_old's k likeliest tokens are stored at every position
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
-    # (log π(y) - log π_old(y), log ℓ, rejected_mass) -> weight of an accepted token y. The weights
-    # turn means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
-    importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
-    # (log π(y) - log π_old(y), log ℓ) -> chance in [0, 1] that an accepted token y is rejected at
-    # ℓ = 1. Arrays [B, R]; None: `log_lenience` has no meaning.
-    lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
+    # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
+    # means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
+    importance_weight: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
+    # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
+    # Arrays [B, R]; None: the rule has no lenience.
+    lenient_share: ClassVar[Callable[[Any, Array], Array] | None] = None
+
+    @classmethod
+    def of(cls, lenience: float) -> "AcceptanceRule":
+        """Return the rule. lenience: ℓ >= 0, for rules that have one."""
+        return cls()
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
         """Return how many tokens of each draft are verified, the first ones, int32 [B]."""
         return draft_lens
 
-    def accept_threshold(
-        self, uniforms: Array, draft_logprobs: Array, log_lenience: Array
-    ) -> Array:
+    def accept_threshold(self, uniforms: Array, draft_logprobs: Array) -> Array:
         """Return the least log π(y) at which a draft token y is accepted, float32 [b, t].
 
-        draft_logprobs: log π_old(y) [b, t]. log_lenience: scalar in [-inf, inf].
+        draft_logprobs: log π_old(y) [b, t].
         """
         raise NotImplementedError
 
     def look(
         self, draft: DraftTokens, policy: TokenDistributions | FusedDistributions
-    ) -> tuple[Array, TokenColumns, Any]:
+    ) -> tuple[Array, Tokens, Any]:
         """Look at t draft tokens of each row; all draft tokens before them were kept.
 
         policy: π at the t positions. Returns how many of the tokens are kept, int32 [b]; the
         columns [b, t] that the row gets for kept tokens; and evidence for `decide`, a pytree of
         arrays [b, t, ...].
         """
-        now = policy.score(draft.stored.tokens)
-        threshold = self.accept_threshold(
-            draft.uniforms, draft.stored.sampling_logprobs, draft.log_lenience
-        )
+        now = policy.score(draft.stored.ids)
+        threshold = self.accept_threshold(draft.uniforms, draft.stored.sampling_logprobs)
         return count_leading(now.sampling_logprobs >= threshold, draft.lens), now, ()
 
     def decide(
-        self, draft: DraftTokens, kept: Array, now: TokenColumns, evidence: Any
+        self, draft: DraftTokens, kept: Array, now: Tokens, evidence: Any
     ) -> tuple[Array, Residual | None]:
         """Decide on whole drafts; `look` has seen each one up to a rejection or its end.
 
@@ -133,6 +134,8 @@ class AcceptanceRule:
         return kept, None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Ratio(AcceptanceRule):
     """SPEC-RL (arXiv 2509.23232, eq. 5): u <= min(1, ℓ π(y) / π_old(y)).
 
@@ -144,25 +147,31 @@ class Ratio(AcceptanceRule):
     that a token accepted in one epoch meets the same number in the next.
     """
 
-    def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
-        threshold = jnp.log(uniforms) + draft_logprobs - log_lenience
+    log_lenience: Array | np.float32  # log ℓ in nats, in [-inf, inf]
+
+    @classmethod
+    def of(cls, lenience):
+        return cls(np.float32(math.log(lenience) if lenience else -math.inf))
+
+    def accept_threshold(self, uniforms, draft_logprobs):
+        threshold = jnp.log(uniforms) + draft_logprobs - self.log_lenience
         # A token that the policy never samples is accepted by full reuse (ℓ = inf) alone.
-        lowest = jnp.where(jnp.isposinf(log_lenience), -jnp.inf, _LOWEST)
+        lowest = jnp.where(jnp.isposinf(self.log_lenience), -jnp.inf, _LOWEST)
         threshold = jnp.maximum(threshold, lowest)
-        return jnp.where(jnp.isneginf(log_lenience), jnp.inf, threshold)
+        return jnp.where(jnp.isneginf(self.log_lenience), jnp.inf, threshold)
 
-    @staticmethod
-    def importance_weight(log_ratio, log_lenience, rejected_mass):
+    def importance_weight(self, log_ratio, rejected_mass):
         """Return (1 - d) max(π / π_old, 1 / ℓ): π over the accepted part of the emitted law."""
-        return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
+        return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -self.log_lenience))
 
-    @staticmethod
-    def lenient_share(log_ratio, log_lenience):
+    def lenient_share(self, log_ratio):
         """Return 1 - min(1, r) / min(1, ℓ r), where r = π / π_old."""
-        lenience = jnp.where(log_lenience > 0, log_lenience, 0.0)
+        lenience = jnp.where(self.log_lenience > 0, self.log_lenience, 0.0)
         return -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenience, 0))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RandomCut(AcceptanceRule):
     """SPEC-RL's ablation "random reuse": a uniformly random part of the draft is accepted."""
 
@@ -172,15 +181,16 @@ class RandomCut(AcceptanceRule):
         cut = jnp.floor(uniforms * draft_lens).astype(jnp.int32)
         return jnp.minimum(cut, jnp.maximum(draft_lens - 1, 0))
 
-    def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
+    def accept_threshold(self, uniforms, draft_logprobs):
         return jnp.full_like(draft_logprobs, -jnp.inf)
 
-    @staticmethod
-    def importance_weight(log_ratio, log_lenience, rejected_mass):
+    def importance_weight(self, log_ratio, rejected_mass):
         """Return π / π_old."""
         return jnp.exp(log_ratio)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Block(AcceptanceRule):
     """Block verification of whole drafts (arXiv 2403.10444, algorithm 2), see `verify_block`."""
 
@@ -189,7 +199,7 @@ class Block(AcceptanceRule):
 
     def look(self, draft, policy):
         # A prefix may be kept although a shorter one is not: the whole draft is looked at.
-        now = policy.score(draft.stored.tokens)
+        now = policy.score(draft.stored.ids)
         return draft.lens, now, logprobs_at(policy.truncated, draft.stored.top_ids)
 
     def decide(self, draft, kept, now, evidence):
@@ -200,15 +210,17 @@ class Block(AcceptanceRule):
             stored.sampling_logprobs,
             evidence,
             stored.top_logprobs,
-            jnp.any(stored.tokens[..., None] == stored.top_ids, axis=-1),
+            jnp.any(stored.ids[..., None] == stored.top_ids, axis=-1),
             draft.lens,
         )
-        here = jnp.minimum(kept, stored.tokens.shape[1] - 1)
+        here = jnp.minimum(kept, stored.ids.shape[1] - 1)
         top_ids = read_slots(stored.top_ids, here, 1)
         top_logprobs = read_slots(stored.top_logprobs, here, 1)
         return kept, Residual(top_ids, top_logprobs, other_tokens[:, None], log_scale[:, None])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Match(AcceptanceRule):
     """Every token is sampled from π; a draft token that is equal saves a decode step."""
 
@@ -217,17 +229,17 @@ class Match(AcceptanceRule):
 
     def look(self, draft, policy):
         sampled = policy.sample()
-        return count_leading(sampled.tokens == draft.stored.tokens, draft.lens), sampled, ()
+        return count_leading(sampled.ids == draft.stored.ids, draft.lens), sampled, ()
 
 
 MATCH = Match()
 
 # `rollout.accept`. The only place where a rule's name is written.
-ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
-    "ratio": Ratio(),
-    "random": RandomCut(),
-    "block": Block(),
-    "match": MATCH,
+ACCEPTANCE_RULES: dict[str, type[AcceptanceRule]] = {
+    "ratio": Ratio,
+    "random": RandomCut,
+    "block": Block,
+    "match": Match,
 }
 
 

@@ -49,8 +49,8 @@ class KeptNoise(StatePart):
         """Return the step whose noise each sample uses in the rollout of `step`, int [Q, G]."""
         steps = np.full((len(prompts.examples), self._group_size), step)
         for row, example in zip(steps, prompts.examples):
-            if example.prompt_id in self._used:
-                before, visits = map(np.array, self._used[example.prompt_id])
+            if example.key in self._used:
+                before, visits = map(np.array, self._used[example.key])
                 oldest = np.argsort(before, kind="stable")[: self._num_fresh]
                 row[:] = np.where(visits < self._max_visits, before, step)
                 row[oldest] = step
@@ -64,13 +64,13 @@ class KeptNoise(StatePart):
         kept = np.zeros(steps.shape, bool)
         for row, example in enumerate(prompts.examples):
             visits = np.ones(self._group_size, int)
-            if example.prompt_id in self._used:
-                before, visits_before = map(np.array, self._used.pop(example.prompt_id))
+            if example.key in self._used:
+                before, visits_before = map(np.array, self._used.pop(example.key))
                 kept[row] = before == steps[row]
                 visits += np.where(kept[row], visits_before, 0)
             teaches = np.ptp(rewards[row]) > 0 or not self._needs_signal
             if teaches and self._max_visits > 1:
-                self._used[example.prompt_id] = (steps[row].tolist(), visits.tolist())
+                self._used[example.key] = (steps[row].tolist(), visits.tolist())
         return kept
 
     def host(self) -> dict[str, Sequence]:

@@ -24,7 +24,7 @@ from specrl_jax.rollout.sampling import (
     temper,
 )
 from specrl_jax.sharding import reshard
-from specrl_jax.types import TokenColumns
+from specrl_jax.types import Tokens
 
 
 def distributions(
@@ -66,7 +66,7 @@ class FusedDistributions:
         """Logits [B, T, V], tempered."""
         return self.whole.truncated
 
-    def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
+    def sample(self, weigh: Callable[[Array], Array] | None = None) -> Tokens:
         """Sample a token from each distribution; weigh: as in `TokenDistributions.sample`."""
         if weigh is not None:
             return self.whole.sample(weigh)
@@ -76,7 +76,7 @@ class FusedDistributions:
             columns, tokens = _race(self)
         return _with_logprobs(columns, tokens)
 
-    def score(self, tokens: Array) -> TokenColumns:
+    def score(self, tokens: Array) -> Tokens:
         """Look up the log-probs of tokens int32 [B, T]."""
         return _with_logprobs(_reduce(self, _is_given, tokens), tokens)
 
@@ -120,14 +120,14 @@ def _race(policy: FusedDistributions) -> tuple[Columns, Array]:
     return columns, jnp.take_along_axis(ids, shard[..., None], axis=-1)[..., 0]
 
 
-def _with_logprobs(columns: Columns, tokens: Array) -> TokenColumns:
+def _with_logprobs(columns: Columns, tokens: Array) -> Tokens:
     """Return tokens [B, T] with their log-probs. Each token is the choice of its column."""
     top = jnp.max(columns.top, axis=(-2, -1), keepdims=True)
     mass = jnp.sum(columns.mass * jnp.exp(columns.top - top), axis=(-2, -1))
     here = columns.ids == tokens[..., None, None]
     ahead = jnp.sum(jnp.where(here, columns.logits - top, 0.0), axis=(-2, -1))
     logprobs = ahead - jnp.log(mass)
-    return TokenColumns(tokens, logprobs, logprobs)
+    return Tokens(tokens, logprobs, logprobs)
 
 
 # Functions inside the kernel: weights [m, c], of which the highest chooses a column's token.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import (
     on_shards,
@@ -27,6 +28,7 @@ from specrl_jax.sharding import (
     take_own_rows,
     take_rows,
 )
+from specrl_jax.types import Tokens
 
 PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 
@@ -46,12 +48,8 @@ class Rows:
     last: Array  # int32 [b], the token that is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]
-    tokens: Array  # int32 [b, C]
-    policy_logprobs: Array  # float32 [b, C]
-    sampling_logprobs: Array  # float32 [b, C]
-    sources: Array  # int8 [b, C], a `Source` each
-    top_ids: Array | None = None  # int32 [b, C, k], likeliest tokens, where they are stored
-    top_logprobs: Array | None = None  # float32 [b, C, k]
+    idle: Array  # bool [b], rows that nobody waits for
+    tokens: Tokens  # [b, C], without origins
     # [b, D], the policy's state that chose `last`, in the compute type; with a draft head.
     last_state: Array | None = None
 
@@ -135,6 +133,11 @@ def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Laye
     return on_shards(local, layer, done, index, like=layer)
 
 
+def compact_layer_inputs(layer: Layer, rows: Rows) -> tuple:
+    """Return the inputs of `compact_layer` for a layer of the cache of these rows."""
+    return layer, rows.done, rows.index
+
+
 @functools.partial(jax.jit, donate_argnames="rows")
 def release(rows: Rows, over: Array) -> Rows:
     """Turn rows of the running batch into padding. over: bool [B], the rows, among all rows."""
@@ -147,6 +150,11 @@ def release(rows: Rows, over: Array) -> Rows:
     return on_shards(local, rows, over, like=rows)
 
 
+def release_inputs(rows: Rows, all_rows: Rows) -> tuple:
+    """Return the inputs of `release`."""
+    return rows, abstract.array(np.bool_, all_rows.done.shape, "batch")
+
+
 def _pad(rows: Rows, real: Array) -> Rows:
     """Turn rows that are not `real` bool [b] into padding."""
     index = jnp.where(real, rows.index, PADDING)
@@ -156,6 +164,11 @@ def _pad(rows: Rows, real: Array) -> Rows:
 def where_rows(marked: Array, new: Array, old: Array) -> Array:
     """Return [b, ...]: `new` in the rows that are `marked`, bool [b], elsewhere `old`."""
     return jnp.where(marked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def rows_of(groups: np.ndarray, group_size: int) -> np.ndarray:
+    """Return the rows of groups int [n], int32 [n * G]."""
+    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32)
 
 
 def take(tree, row_ids: np.ndarray, num_rows: int | None = None):

@@ -25,7 +25,7 @@ from jax import Array
 from specrl_jax.models.head import folded_rows
 from specrl_jax.models.logprobs import own_ids, pick, scores_at
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
-from specrl_jax.types import TokenColumns
+from specrl_jax.types import Tokens
 
 
 class Purpose(enum.IntEnum):
@@ -262,7 +262,7 @@ class TokenDistributions:
             cut = add_at(cut, allowed, nothing, elsewhere=nothing[..., 0] - jnp.inf)
         return cls(logits, cut, seeds, positions, config, top_ids)
 
-    def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
+    def sample(self, weigh: Callable[[Array], Array] | None = None) -> Tokens:
         """Sample a token from each distribution.
 
         weigh: from the truncated scores to the log-weights [B, ..., V] that are sampled from in
@@ -276,19 +276,19 @@ class TokenDistributions:
         tokens, _, _ = sample(weigh(self.truncated), self.seeds, self.positions, self.config)
         return self.score(tokens)
 
-    def score(self, tokens: Array) -> TokenColumns:
+    def score(self, tokens: Array) -> Tokens:
         """Look up the log-probs of tokens int32 [B, ...]."""
         return self._kept(tokens, logprobs_at(self.truncated, tokens[..., None])[..., 0], None)
 
-    def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> TokenColumns:
+    def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> Tokens:
         policy = sampling
         if self.config.truncates:
             # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
             policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
         if self.top_ids is None:
-            return TokenColumns(tokens, policy, sampling)
+            return Tokens(tokens, policy, sampling)
         top_logprobs = logprobs_at(self.truncated, self.top_ids, log_z)
-        return TokenColumns(tokens, policy, sampling, self.top_ids, top_logprobs)
+        return Tokens(tokens, policy, sampling, top_ids=self.top_ids, top_logprobs=top_logprobs)
 
 
 # Single tokens of a distribution over a vocabulary that is split ----------------------------------

@@ -195,7 +195,7 @@ def _prompt_id(line: bytes) -> bytes:
 class Recorded(NamedTuple):
     """B = Q·G responses in NumPy arrays, the G of a prompt side by side."""
 
-    rollout: Rollout  # tokens, lens, prefix_lens, policy_logprobs, origin_steps and sources
+    rollout: Rollout  # its tokens with policy_logprobs, sources and origin_steps
     rewards: np.ndarray  # float32 [B]
     failed: np.ndarray  # bool [B]
     by_function: Mapping[str, np.ndarray]  # float32 [B] of each function of a sum
@@ -252,12 +252,12 @@ class RolloutRecords:
         """
         group_size = len(responses.rollout.lens) // len(prompts.examples)
         lines = []
-        for q in select_prompts([example.base_id for example in prompts.examples], self._share):
+        for q in select_prompts([example.prompt_id for example in prompts.examples], self._share):
             example = prompts.examples[q]
             group = {
                 "step": int(step),
                 "epoch": int(epoch),
-                "prompt_id": example.base_id,
+                "prompt_id": example.prompt_id,
                 "prompt": self._decode(prompts.tokens[q, : prompts.lens[q]].tolist()),
                 "answer": example.answer,
             }
@@ -270,15 +270,16 @@ class RolloutRecords:
 
     def _response(self, rollout: Rollout, row: int) -> dict[str, Any]:
         response = slice(0, int(rollout.lens[row]))
-        token_ids = rollout.tokens[row, response].tolist()
+        tokens = rollout.tokens
+        token_ids = tokens.ids[row, response].tolist()
         text = self._decode(token_ids)
         return {
             "text": text,
             "token_ids": token_ids,
             "token_ends": self.token_ends(token_ids, text),
-            "sources": "".join(map(_LETTERS.__getitem__, rollout.sources[row, response].tolist())),
-            "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
-            "origin_steps": rollout.origin_steps[row, response].tolist(),
+            "sources": "".join(map(_LETTERS.__getitem__, tokens.sources[row, response].tolist())),
+            "policy_logprobs": _finite(tokens.policy_logprobs[row, response], _LOGPROB_DECIMALS),
+            "origin_steps": tokens.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
         }
 

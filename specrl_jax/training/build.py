@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specrl_jax.agents.responder import make_episode_responder
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
@@ -16,7 +17,7 @@ from specrl_jax.algorithms.update_spec import (
     make_schedule,
     make_update_spec,
 )
-from specrl_jax.data.chat_template import changed_turns
+from specrl_jax.compile import memory
 from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
@@ -33,7 +34,6 @@ from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
-from specrl_jax.rewards.environment_pool import EnvironmentPool
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -44,13 +44,10 @@ from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
-from specrl_jax.sharding import move, rollout_mesh
-from specrl_jax.training import memory
-from specrl_jax.training.collect import COLLECTORS
+from specrl_jax.sharding import move
 from specrl_jax.training.description import describe, policy_updates, rate_jump
-from specrl_jax.training.group_buffer import part_size
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.rollout_queue import RolloutQueue
+from specrl_jax.training.slots import collector_of, generate_of, source_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
@@ -73,6 +70,7 @@ def build(config) -> tuple[Run, Params]:
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
+    source = source_of(config)
     run = Run(
         config=config,
         dataset=dataset,
@@ -85,10 +83,11 @@ def build(config) -> tuple[Run, Params]:
         responder=responder,
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
-        collector=next(x for x in COLLECTORS if x.is_asked_for(config)),
+        collector=collector_of(config),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
-        rollout_mesh=rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor),
+        source=source,
+        rollout_mesh=source.rollout_mesh(config),
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
@@ -101,7 +100,6 @@ def build(config) -> tuple[Run, Params]:
 def make_responder(config, tokenizer: Tokenizer) -> Responder:
     """Make the responder that `config` describes; its pool must be closed."""
     settings = config.reward
-    environment = config.environment
     stop = make_stop_strings(config, tokenizer)
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
     limits = {
@@ -111,36 +109,25 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
         "threshold": settings.threshold,
         "readable": settings.readable,
     }
-    if environment.name:
-        pool = EnvironmentPool(
-            environment.name,
-            extract=settings.extract,
-            on_timeout=environment.on_timeout,
-            **limits,
-        )
-        reads_thoughts = pool.reads_whole
-        call_end = pool.call_end
-        _describe_environment(config, pool, tokenizer, tags)
-        if call_end:
-            _check_calls(config, call_end, tokenizer, stop)
+    common = {
+        "tokenizer": tokenizer,
+        "keep_special_tokens": settings.keep_special_tokens,
+        "thought_tags": tags,
+        "stop": stop,
+        "keep_stop": settings.keep_stop,
+    }
+    if config.environment.name:
+        responder = make_episode_responder(config, limits, common)
+        reads_thoughts = responder.pool.reads_whole
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
+        generate_rows = generate_of(config)
+        responder = Responder(pool, **common, generate=generate_rows)
         reads_thoughts = not reads_answer_part(settings.name, settings.extract)
-        call_end = ""
     if not reads_thoughts:
         _check_tags(settings, tags, tokenizer)
-    return Responder(
-        pool,
-        tokenizer,
-        settings.keep_special_tokens,
-        tags,
-        stop=stop,
-        keep_stop=settings.keep_stop,
-        call_end=call_end,
-        max_turns=environment.max_turns if environment.name else 0,
-        allow_unfinished=environment.allow_unfinished,
-    )
+    return responder
 
 
 def try_reward(run: Run) -> None:
@@ -158,39 +145,6 @@ def try_reward(run: Run) -> None:
         raise ValueError(
             f"reward.name must score responses, {name} scores neither the first problem's answer, "
             f"{example.answer[:50]!r}, nor an empty response: {rewards.reasons[0]}"
-        )
-
-
-def _describe_environment(
-    config, pool: EnvironmentPool, tokenizer: Tokenizer, tags: ThoughtTags
-) -> None:
-    """Print which turns a template changes, and whether episodes that are cut short get nothing."""
-    source = config.tokenizer.source or config.model.source
-    if changed := changed_turns(tokenizer, source, tags.pairs):
-        print(f"environment: {changed}", flush=True)
-    if pool.pays_at_end and not pool.scores:
-        print(
-            f"environment: {config.environment.name} pays at the end of an episode and does not "
-            "say what it is worth before: one that environment.max_turns or rollout.response_len "
-            "ends has no reward",
-            flush=True,
-        )
-
-
-def _check_calls(config, call_end: str, tokenizer: Tokenizer, stop: StopStrings | None) -> None:
-    """Print where a turn goes on after a call; raise ValueError where the tools see no calls."""
-    name = config.environment.name
-    if tokenizer.is_special(call_end) and not config.reward.keep_special_tokens:
-        raise ValueError(
-            f"reward.keep_special_tokens must be True where {call_end} of environment.name={name} "
-            "is a special token, got False"
-        )
-    strings = stop.strings if stop else ()
-    if not any(call_end in string or string in call_end for string in strings):
-        print(
-            f"environment: {name} has tools, and no text of rollout.stop ends a turn at "
-            f"{call_end}: a turn goes on after a call; set --config.rollout.stop='{call_end}'",
-            flush=True,
         )
 
 
@@ -237,7 +191,7 @@ def training_spec(
 ) -> RolloutSpec:
     """Return the spec of training rollouts: of whole groups, or of parts that screen prompts."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
-    return dataclasses.replace(spec, group_size=part_size(config))
+    return dataclasses.replace(spec, group_size=collector_of(config).rollout_group_size(config))
 
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
@@ -366,7 +320,7 @@ def _new_state(
     return RunState(
         policy_state=policy_state,
         rollout=rollout,
-        queue=RolloutQueue(run, rollout.stream.find),
+        source=run.source(run, rollout.stream),
         origin=origin,
         reference=reference,
     )
@@ -388,7 +342,7 @@ def _new_rollout_state(run: Run) -> RolloutState:
     )
     if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
         state.speculation = Speculation()
-    run.collector.add_waiting(run, state)
+    state.collector = run.collector(run)
     return state
 
 

@@ -9,7 +9,7 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.models import lora
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.training.group_buffer import trained_group_size
+from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.state import Run, RunState
 
 
@@ -18,13 +18,9 @@ def describe(run: Run) -> None:
     count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
     if run.model.lora:
         count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
-    mesh = jax.sharding.get_mesh()
-    print(f"policy: {count}; mesh {dict(mesh.shape)}")
-    if staleness := run.config.rollout.staleness:
-        where = f"on a mesh of their own, {dict(run.rollout_mesh.shape)}, while updates run"
-        if run.rollout_mesh == mesh:
-            where = "in turn with updates, as mesh.rollout_devices is 0: no time is saved"
-        print(f"rollout: {staleness} steps ahead, {where}")
+    print(f"policy: {count}; mesh {dict(jax.sharding.get_mesh().shape)}")
+    if line := run.source.describe(run):
+        print(line)
     held_out = sum(real for _, real in run.held_out)
     dropped = run.prompts.dropped
     dataset = run.dataset

@@ -1,6 +1,6 @@
 """Responses to held-out prompts, and figures of them.
 
-The engine is training's; `Run.eval_spec` has no drafts, forks or truncation.
+The engine is training's; `Run.eval_spec` has no drafts.
 """
 
 import dataclasses
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrl_jax.data.prompts import select
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, RolloutSpec
+from specrl_jax.rollout.generate import RolloutSpec, generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Prompts
 
@@ -27,10 +28,11 @@ def evaluate(
 
     Their prompts are those without padding, whose rows come first.
     """
+    responder = dataclasses.replace(responder, generate=generate)  # responses are independent
     answered = []
     for prompts, real in batches:
-        responses = responder.respond(spec, weights, RolloutInputs(prompts, noise))
-        real_prompts = select(prompts, np.arange(real))
+        responses = responder.respond(spec, weights, Requests(prompts, noise))
+        real_prompts = prompts.select(np.arange(real))
         answered.append(dataclasses.replace(responses, prompts=real_prompts))
     return answered
 

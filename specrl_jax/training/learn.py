@@ -1,6 +1,7 @@
 """Second half of a step: rewards → advantages → updates."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import hosts
+from specrl_jax import abstract, hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.draft_training import count_tokens
-from specrl_jax.algorithms.losses import compares_pairs, policy_metrics
+from specrl_jax.algorithms.losses import compares_pairs
 from specrl_jax.algorithms.row_selection import ROW_SELECTIONS, cut_to_budget, draw_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
@@ -25,13 +26,20 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.algorithms.update import join, make_batch, update
-from specrl_jax.config import flatten
 from specrl_jax.inputs import reward_terms
+from specrl_jax.rollout.engine.all_rows import abstract_rollout
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import put
-from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.description import critic_only_steps
+from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.state import Run, RunState
-from specrl_jax.types import Batch, Rollout, Source
+from specrl_jax.training.update_metrics import (
+    drop_skipped_updates,
+    packing_metrics,
+    update_metrics,
+)
+from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 # Sets the draws of rows apart from others of the same seed and step.
 _SELECTION = 2
@@ -56,16 +64,51 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         # They undo the bias of the acceptance rule, and are capped in the loss.
         weights = off_policy.importance_weights(
             collected.rollout,
-            np.float32(run.log_lenience),
             np.float32(collected.rejected_mass),
-            run.rollout_spec.accept.importance_weight,
+            run.rollout_spec.accept,
         )
         batch = dataclasses.replace(batch, importance_weights=weights)
     metrics |= _update_by_mini_batches(run, state, batch, collected)
-    if collected.metrics.get("rollout/stale_fraction"):
+    if collected.stale:
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         metrics.pop("policy/rollout_train_logprob_gap", None)
     return metrics
+
+
+def abstract_batch(config, spec: RolloutSpec, has_critic: bool) -> Batch:
+    """Return the shapes of the batch that `update_policy` gives to `update`."""
+    algorithm = config.algorithm
+    group_size = trained_group_size(config)
+    num_rows = config.rollout.prompts_per_step * group_size
+    prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
+    make = functools.partial(make_batch, prompts, keep_mask=algorithm.keep_sampling_mask)
+    batch = abstract.result(make, abstract_rollout(spec, num_rows))
+    column = batch.old_logprobs  # as all others of float32 [B, R]
+    batch = dataclasses.replace(batch, values=column if has_critic else None)
+    advantage = choose_advantage(config)
+    settings = AdvantageConfig.from_config(config, group_size)
+    rewards = abstract.array(np.float32, (num_rows,), "batch")
+    if advantage.by_function:
+        shape = (num_rows, len(settings.reward_weights))
+        rewards = abstract.array(np.float32, shape, "batch", None)
+    if advantage.by_turn:
+        shape = (num_rows, config.environment.max_turns)
+        rewards = abstract.array(np.float32, shape, "batch", None)
+        ends = abstract.array(np.int32, shape, "batch", None)
+        batch = dataclasses.replace(batch, turn_ends=ends)
+    estimate = abstract.result(lambda r, b: advantage.estimate(r, b, settings), rewards, batch)
+    marks = abstract.array(np.bool_, (num_rows,), "batch")
+    recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
+    return dataclasses.replace(
+        batch,
+        recomputed_logprobs=column if recomputed else None,
+        advantages=estimate.advantages,
+        returns=estimate.returns,
+        turn_ends=None,
+        ref_logprobs=column if algorithm.kl_coef else None,
+        importance_weights=column if algorithm.importance_cap else None,
+        is_solution=marks if algorithm.solution_coef else None,
+    )
 
 
 def _count_tokens(state: RunState, rollout: Rollout) -> None:
@@ -73,9 +116,9 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
     head = state.policy_state.draft_head
     if head is None or head.counts is None:
         return
-    lens, sources = hosts.fetch((rollout.lens, rollout.sources))
+    lens, sources = hosts.fetch((rollout.lens, rollout.tokens.sources))
     own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
-    counts = count_tokens(head.counts, rollout.tokens, put(own, "batch", None))
+    counts = count_tokens(head.counts, rollout.tokens.ids, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
     state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
 
@@ -95,7 +138,7 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
         rewards = np.stack([collected.by_function[name] for name in names], axis=1)
     if not settings.overlong_tokens:
         return rewards, {}
-    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.sources))
+    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.tokens.sources))
     lens = lens - np.sum(sources == Source.FORCED, axis=1)  # the policy's own tokens
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
@@ -116,7 +159,7 @@ def with_advantages(
     if run.update_spec.critic:
         packed = _pack_all(run, batch)
         base_params = state.base_params(run.model)
-        values = critic_values(run.update_spec, state.policy_state, packed, base_params=base_params)
+        values = critic_values(run.update_spec, state.policy_state, packed, base_params)
         batch = dataclasses.replace(batch, values=values)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
@@ -168,7 +211,7 @@ def _update_by_mini_batches(
             state.policy_state,
             batch,
             packed,
-            base_params=state.base_params(run.model),
+            state.base_params(run.model),
             critic_only=critic_only,
         )
         history.append(scalars)
@@ -180,8 +223,8 @@ def _update_by_mini_batches(
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
     history = drop_skipped_updates(run, state, hosts.fetch(history))
-    metrics = _update_metrics(run, history) | metrics
-    metrics |= _packing_metrics(mini_batches, batch, settings.passes)
+    metrics = update_metrics(run, history) | metrics
+    metrics |= packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
     updates = state.updates
@@ -310,106 +353,3 @@ def _pack_all(run: Run, batch: Batch) -> PackedRows:
     row_tokens = RowTokens.fetch(batch)
     row_ids = np.arange(len(row_tokens.tokens))
     return pack_rows(run.update_spec, row_tokens, row_ids, row_tokens.response_lens > 0)
-
-
-# Stage → what its scalars begin with, the field of its learning rate.
-_STAGES = {
-    "policy": ("", "updates.learning_rate"),
-    "critic": ("critic_", "critic.learning_rate"),
-    "draft head": ("head_", "rollout.head.learning_rate"),
-}
-
-
-def drop_skipped_updates(
-    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
-) -> list[dict[str, np.ndarray]]:
-    """Return the scalars of the updates that were not skipped; count in `state` those in a row.
-
-    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
-    or `updates.skip_nonfinite` updates in a row were skipped.
-    """
-    fields = dict(flatten(run.config))
-    made = []
-    for scalars in history:
-        stage, name = _first_nonfinite(scalars)
-        if not name:
-            made.append(scalars)
-            state.skipped_in_row = 0
-            continue
-        prefix, field = _STAGES[stage]
-        state.skipped_in_row += 1
-        skippable = name in ("loss", "grad_norm")
-        if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
-            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
-            raise FloatingPointError(
-                f"step {state.step}: {stage}: {name} is {scalars[prefix + name]}{row}; "
-                f"lower {field}, now {fields[field]}"
-            )
-    return made
-
-
-def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Return (stage, name) of the first scalar that is not finite, or empty."""
-    for name in ("loss", "grad_norm", "weight_norm", "moments"):
-        for stage, (prefix, _) in _STAGES.items():
-            if not np.isfinite(scalars.get(prefix + name, 0.0)):
-                return stage, name
-    return "", ""
-
-
-@jax.jit
-def _count_packed(packed: PackedRows) -> tuple[Array, Array]:
-    """Count the rows that have a token, and the slots that hold one."""
-    sequences = packed.sequences
-    slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
-    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
-    # token has a token after it.
-    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
-    held = (sequences.ends > slots) & ~alone
-    return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
-
-
-def _packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -> dict[str, float]:
-    num_rows, tokens = zip(*hosts.fetch([_count_packed(x) for x in mini_batches]), strict=True)
-    slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
-    return {
-        "update/signal_fraction": sum(num_rows) / len(batch.tokens),
-        "update/computed_fraction": slots / batch.tokens.size,
-        "update/tokens": passes * sum(tokens),
-    }
-
-
-def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return metrics of the step's updates, from each one's scalars; {} of none."""
-
-    def mean(name: str) -> float:
-        return np.mean([scalars[name] for scalars in history])
-
-    def total(name: str) -> np.ndarray:
-        return sum(scalars.get(name, 0) for scalars in history)
-
-    if not history:
-        return {}
-    metrics = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
-    # Means over the tokens that are computed, where there are any.
-    if total("tokens"):
-        metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    if tokens := total("solution_tokens"):
-        metrics["policy/solution_nll"] = total("solution_nll") / tokens
-    if pairs := total("pairs"):
-        metrics["policy/pair_loss"] = total("pair_loss") / pairs
-        metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs
-    # Where the old log-probs are the rollout's, the first update measures the difference.
-    if tokens := history[0]["tokens"]:
-        metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
-    if run.update_spec.critic:
-        tokens = max(total("tokens"), 1)  # a batch may hold none
-        metrics["critic/loss"] = mean("critic_loss")
-        metrics["critic/clip_fraction"] = total("critic_clipped") / tokens
-        metrics["critic/grad_norm"] = mean("critic_grad_norm")
-    if run.update_spec.draft_head:
-        tokens = max(total("head_tokens"), 1)
-        metrics["draft_head/loss"] = mean("head_loss")
-        metrics["draft_head/overlap"] = total("head_overlap")[0] / tokens
-        metrics["draft_head/grad_norm"] = mean("head_grad_norm")
-    return metrics

@@ -1,35 +1,52 @@
 """Responses and their rewards: a `Responder` rolls prompts out and scores what comes back.
 
-Takes prompts and weights, gives `Responses`. With an environment a response is a whole episode
-(`episodes`).
+Takes requests and weights, gives `Responses`. Agents have a responder of their own.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
-from specrl_jax.rewards.environment_pool import EnvironmentPool
+from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
-from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
-from specrl_jax.rewards.worker_process import Result
-from specrl_jax.rewards.workers import RewardPool, Rewards
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.forks import generate_forked
-from specrl_jax.rollout.generate import RolloutInputs, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.generate import RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.rollout.stop_strings import StopStrings
-from specrl_jax.rollout.turns import EpisodeRollout
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.episodes import Episodes, Turns, problems_of
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.training.batch import Turns
+from specrl_jax.types import Prompts, Rollout
 
 MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
+
+
+class Taken(NamedTuple):
+    """Groups of a rollout whose responses are scored now."""
+
+    groups: np.ndarray  # int [n], among those of the rollout
+    result: RolloutResult  # of all groups
+
+    def select(self, prompts: Prompts) -> tuple[Prompts, RolloutResult]:
+        """Return the groups' part of the prompts, and of the result."""
+        if np.array_equal(self.groups, np.arange(len(prompts.lens))):
+            return prompts, self.result
+        rows = rows_of(self.groups, len(self.result.finished) // len(prompts.lens))
+        result = dataclasses.replace(
+            self.result,
+            rollout=take(self.result.rollout, rows),
+            finished=self.result.finished[rows],
+            draft_lens=self.result.draft_lens[rows],
+        )
+        return prompts.select(self.groups), result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +54,12 @@ class Responses:
     """B = Q·G finished responses to Q prompts, G in a row for each, with their rewards."""
 
     prompts: Prompts  # [Q]; rows beyond theirs are padding
-    result: RolloutResult
+    groups: np.ndarray  # int [B / G], indices of the groups among those of the rollout
+    rollout: Rollout
+    stats: Stats
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
+    draft_lens: np.ndarray  # int32 [B], draft tokens that rows were given
     rewards: Rewards
     ended: np.ndarray  # bool [B], rows that came to an end; the length cut the others
     turns: Turns | None = None  # of episodes
@@ -48,25 +68,13 @@ class Responses:
     on_kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
 
     @property
-    def rollout(self) -> Rollout:
-        return self.result.rollout
-
-    def with_previous(self, previous: Drafts, on_kept_noise: np.ndarray) -> "Responses":
-        """Return the responses with the rows' last responses and their noise marks.
-
-        previous: the last responses of all rows that the rollout was given.
-        on_kept_noise: bool [Q, G], rows on noise that an earlier rollout had.
-        """
-        tokens, lens = hosts.fetch((previous.tokens, previous.lens))
-        row_ids = self.result.row_ids
-        kept = on_kept_noise.reshape(-1)
-        return dataclasses.replace(
-            self, previous=(tokens[row_ids], lens[row_ids]), on_kept_noise=kept
-        )
+    def row_ids(self) -> np.ndarray:
+        """Indices of these rows among those of the rollout, int32 [B]."""
+        return rows_of(self.groups, self.group_size)
 
     @property
     def group_size(self) -> int:
-        return self.result.group_size
+        return len(self.lens) // len(self.groups)
 
     @property
     def num_rows(self) -> int:
@@ -88,60 +96,79 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
     return means
 
 
+def problems_of(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
+    """Return answers, tasks and metadata of these rows, of `total` in all."""
+    group_size = total // len(prompts.examples)
+    examples = [prompts.examples[row // group_size] for row in rows]
+    return (
+        [example.answer for example in examples],
+        [example.task for example in examples],
+        [example.metadata for example in examples],
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Responder:
-    """Rolls prompts out and scores the responses: one turn each, or episodes."""
+    """Rolls prompts out and scores the responses."""
 
-    pool: RewardPool | RewardSum | EnvironmentPool
+    pool: Any  # scores responses: a `RewardPool`, a `RewardSum`, or that of a subclass
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
     stop: StopStrings | None = None  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     call_end: str = ""  # of the environment's tools: texts hold it in any case
-    max_turns: int = 0  # of an episode with the environment of the pool; 0: there is none
-    # Largest share of unfinished episodes that a round does not wait for, [0, 1).
-    allow_unfinished: float = 0.0
-    # Is told of what is said in an episode, by its row: turns as they end, and answers.
-    watch: Callable[[int, Reading | Result], None] | None = None
+    generate: Callable[..., RolloutResult] = generate  # or what a recipe puts in its place
 
-    def respond(
+    def roll_out(
         self,
         spec: RolloutSpec,
         weights: Params,
-        inputs: RolloutInputs,
+        requests: Requests,
         *,
         speculation: Speculation | None = None,
-        clock: Stopwatch | None = None,
-    ) -> Responses:
-        """Roll prompts out and score the responses. Arguments: see `generate`.
+        clock: Stopwatch,
+    ) -> RolloutResult:
+        """Roll prompts out. Arguments: see `generate`.
 
-        clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward,
-          and of these the seconds that environments were waited for, as time/environment.
+        clock: gets the seconds as time/rollout.
         """
-        clock = clock or Stopwatch()
-        prompts = inputs.prompts
-        if self.max_turns:
-            with clock.timed("time/rollout"):
-                rollout = EpisodeRollout(spec, weights, inputs, speculation=speculation)
-            episodes = Episodes(self, prompts, rollout, clock)
-            result, rewards, turns = episodes.play()
-            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-            return Responses(prompts, result, tokens, lens, rewards, ~episodes.cut, turns)
-        roll_out = generate_forked if spec.forks else generate
         with clock.timed("time/rollout"):
-            result = roll_out(spec, weights, inputs, speculation=speculation)
-            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+            return self.generate(spec, weights, requests, speculation)
+
+    def score(
+        self, spec: RolloutSpec, prompts: Prompts, taken: Taken, clock: Stopwatch
+    ) -> Responses:
+        """Score the responses of the groups that are taken. prompts: of the whole rollout."""
+        with clock.timed("time/rollout"):
+            prompts, result = taken.select(prompts)
+            tokens, lens = hosts.fetch((result.rollout.tokens.ids, result.rollout.lens))
         with clock.timed("time/reward"):
-            prompts = select(prompts, result.groups)
             ended = spec.ended(tokens, lens)
-            in_thought = np.repeat(self.begins_thoughts(prompts), result.group_size)
+            in_thought = np.repeat(self.begins_thoughts(prompts), spec.group_size)
             rows = [row[:n] for row, n in zip(tokens, lens)]
             readings = [self.read(*row) for row in zip(rows, ended, in_thought, strict=True)]
             texts, parts, ends = (list(column) for column in zip(*readings))
             problems = problems_of(prompts, range(len(lens)), len(lens))
-            rewards = self.score(texts, *problems, parts, ends)
-        return Responses(prompts, result, tokens, lens, rewards, ended)
+            rewards = self.rewards(texts, *problems, parts, ends)
+        return Responses(
+            prompts,
+            taken.groups,
+            result.rollout,
+            result.stats,
+            tokens,
+            lens,
+            result.draft_lens,
+            rewards,
+            ended,
+        )
+
+    def respond(self, spec: RolloutSpec, weights: Params, requests: Requests) -> Responses:
+        """Roll out and score all that is requested."""
+        clock = Stopwatch()
+        result = self.roll_out(spec, weights, requests, clock=clock)
+        taken = Taken(np.arange(len(requests.prompts.lens)), result)
+        return self.score(spec, requests.prompts, taken, clock)
 
     def read(self, ids: np.ndarray, ended: bool = True, in_thought: bool = False) -> Reading:
         """Read a response, or a turn of an episode: token ids int [n].
@@ -176,7 +203,7 @@ class Responder:
         end = self.tokenizer.decode(ids[-MAX_TAG:], keep_special=True)
         return self.thought_tags.has_begun(end)
 
-    def score(self, texts: Sequence, *problems: list) -> Rewards:
+    def rewards(self, texts: Sequence, *problems: list) -> Rewards:
         """Return the pool's rewards; every process scores a part and gets those of the others.
 
         An error of a pool in one process is raised in all.

@@ -1,4 +1,4 @@
-"""Files of a run beside its checkpoints: metrics, responses, failures and the report page."""
+"""Files of a run beside its checkpoints: metrics, responses and failures."""
 
 import contextlib
 import dataclasses
@@ -10,27 +10,24 @@ import jax
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import concatenate
 from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.process.runtime import compile_metrics
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import Recorded, RolloutRecords
-from specrl_jax.telemetry.report_page import ReportWriter
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
-from specrl_jax.types import Source
+from specrl_jax.types import Prompts, Source
 
-# Fields of a rollout that no record holds.
-_NOT_RECORDED = (
-    "sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs",
-)  # fmt: skip
+# Columns of a response's tokens that records hold, beside the ids.
+_RECORDED = "policy_logprobs", "sources", "origin_steps"
 _MAX_SHOWN = 240  # characters of a text on the console
 _MAX_TURNS = 12  # turns and answers of an episode on the console
 
 
 class RunLog(contextlib.AbstractContextManager):
-    """Log of a run; a context manager that writes the report page on leaving it, in whatever way.
+    """Log of a run; a context manager that closes it.
 
     Every process has one and calls the same methods. The primary process writes.
     """
@@ -44,11 +41,11 @@ class RunLog(contextlib.AbstractContextManager):
         self._step = 0
         self._epoch = 0
         self._values: dict[str, Any] = {}  # of the record that comes next
-        self._writes = workdir is not None and hosts.is_primary()
-        folder = workdir or Path()
+        self.writes = workdir is not None and hosts.is_primary()
+        self.workdir = folder = workdir or Path()
         settings = run.config.log
         self._metrics = NoLog()
-        if self._writes:
+        if self.writes:
             self._metrics = MetricsLog(
                 folder,
                 total_steps=run.total_steps,
@@ -56,23 +53,22 @@ class RunLog(contextlib.AbstractContextManager):
                 config=run.config.to_dict(),
                 functions=list(reward_terms(run.config.reward.name)),
             )
-        warn = self._metrics.show
-        self.page = ReportWriter(folder, self._writes and settings.report, warn)
-        self._failures = FailureLog(folder if self._writes else None, warn)
+        self.show = self._metrics.show  # shows a line to the user
+        self._failures = FailureLog(folder if self.writes else None, self.show)
         self._text = run.responder.text
         self._print_every = settings.print_every
         self._decode = run.responder.tokenizer.decode
         share = settings.rollouts if workdir is not None else 0.0
         self._records = RolloutRecords(folder, share, decode=self._decode)
 
-    def restore(self, step: int, waiting: int = 0) -> None:
+    def restore(self, step: int, ahead: int = 0) -> None:
         """Remove records after `step`; at step 0 all, as step 0 is written again.
 
-        waiting: so many steps after it have been rolled out, and their responses recorded.
+        ahead: so many steps after it have been rolled out, and their responses recorded.
         """
-        if self._writes:
+        if self.writes:
             self._metrics.restore(step or -1)
-            self._records.restore(step + waiting or -1)
+            self._records.restore(step + ahead or -1)
 
     def begin(self, step: int, epoch: int) -> None:
         """Begin the record of a step; all that follows is written under this step and epoch."""
@@ -98,11 +94,13 @@ class RunLog(contextlib.AbstractContextManager):
         self._metrics.write(self._step, self._epoch, values)
         return values
 
-    def record(self, rollouts: Sequence[Responses]) -> None:
-        """Write a share of a step's responses and all failures, and show some responses.
+    def record(self, batch: TrainBatch, rollouts: Sequence[Responses]) -> None:
+        """Begin the record of the batch's step: write a share of the responses of its rollouts and
+        all failures, and show some responses.
 
         Raises ValueError as `FailureLog.record` does, in every process.
         """
+        self.begin(batch.step, batch.epoch)
         self.record_responses(rollouts)
         every = self._print_every
         if every and (self._step % every == 0 or self._step == 1):
@@ -119,13 +117,14 @@ class RunLog(contextlib.AbstractContextManager):
             return
         parts = []
         for x in rollouts:
-            rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
+            tokens = x.rollout.tokens.only(*_RECORDED)
+            rollout = dataclasses.replace(x.rollout, tokens=tokens)
             rewards = x.rewards
             on_host = hosts.fetch((rollout, rewards.rewards, rewards.failed, rewards.by_function))
             recorded = Recorded(*on_host, x.ended, x.turns)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], recorded))
-        if self._writes:
-            prompts = concatenate(*(x.prompts for x in rollouts))
+        if self.writes:
+            prompts = Prompts.concatenate(*(x.prompts for x in rollouts))
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
             self._records.write(self._step, self._epoch, prompts, joined, kind=kind)
 
@@ -134,21 +133,21 @@ class RunLog(contextlib.AbstractContextManager):
         prompts = responses.prompts
         group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
-        self._metrics.show(f"step {self._step}, a prompt: {_shown(prompt)}")
+        self.show(f"step {self._step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
-        sources = hosts.fetch(responses.rollout.sources) if responses.turns else None
+        sources = hosts.fetch(responses.rollout.tokens.sources) if responses.turns else None
         for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
             row = group * responses.group_size + sample
             parts = [f"{name} {x[row]:.3g}" for name, x in responses.rewards.by_function.items()]
             reward = f"{rewards[sample]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
             if responses.turns is None:
                 text = self._text(responses.tokens[row, : responses.lens[row]])
-                self._metrics.show(f"  reward {reward}: {_shown(text)}")
+                self.show(f"  reward {reward}: {_shown(text)}")
                 continue
             turns = int(responses.turns.counts[row])
-            self._metrics.show(f"  reward {reward}, {turns} turn{'s' * (turns != 1)}:")
+            self.show(f"  reward {reward}, {turns} turn{'s' * (turns != 1)}:")
             for role, text in _without_middle(self._parts(responses, sources[row], row)):
-                self._metrics.show(f"    {role}: {_shown(text)}")
+                self.show(f"    {role}: {_shown(text)}")
 
     def _parts(self, responses: Responses, sources: np.ndarray, row: int) -> list[tuple[str, str]]:
         """Return (role, text) of all that is said in an episode, in order.
@@ -168,9 +167,8 @@ class RunLog(contextlib.AbstractContextManager):
                 parts.append((str(role), self._decode(tokens[end:start].tolist())))
         return parts
 
-    def __exit__(self, *_: object) -> None:
-        with self._metrics:  # closed also where the page cannot be written
-            self.page.close()
+    def __exit__(self, *error: object) -> None:
+        self._metrics.__exit__(*error)
 
 
 def _without_middle(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -5,8 +5,9 @@ a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A col
 part (`collect`).
 """
 
+import contextlib
 import dataclasses
-import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +25,14 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.checkpoint import checksum
 from specrl_jax.process.runtime import machine
-from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
+from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
-from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
@@ -50,20 +52,15 @@ class Run:
     responder: Responder
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: Any  # one of `collect.COLLECTORS`
+    collector: type  # `collect.WholeRollout`, or a subclass; `RolloutState` holds the object
     total_steps: int
     key: jax.Array
+    source: "type[BatchSource]"  # makes that of the state
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
 
     @property
     def trained_group_size(self) -> int:
-        return trained_group_size(self.config)
-
-    @property
-    def log_lenience(self) -> float:
-        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
-        lenience = self.config.rollout.lenience
-        return math.log(lenience) if lenience else -math.inf
+        return self.collector.trained_group_size(self.config)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -169,9 +166,9 @@ class RunOrigin(StatePart):
 class RolloutState:
     """Parts of the state that rollouts change, on the mesh of rollouts; None: the part is off.
 
-    Where rollouts have a thread of their own (`rollout_queue`), that thread alone touches these
-    parts, and the main thread alone touches the rest of `RunState`. The main thread saves all parts
-    between two steps of the loop, when no rollout is under way.
+    Where rollouts have a thread of their own, that thread alone touches these parts, and the main
+    thread alone touches the rest of `RunState`. The main thread saves all parts between two steps
+    of the loop, when no rollout is under way.
     """
 
     key: jax.Array  # of the run
@@ -181,9 +178,7 @@ class RolloutState:
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # where rollouts choose by measured cost
-    run_ahead: RunAhead | None = None  # begun for the next step
-    resumed: Resumed | None = None  # unfinished groups of partial rollouts
-    groups: GroupBuffer | None = None  # with dynamic sampling or screening
+    collector: Any = None  # `collect.WholeRollout`, or a subclass
 
     def begin_step(self) -> None:
         """Begin the rollouts of the next step."""
@@ -196,27 +191,29 @@ class RolloutState:
         noise_steps = self.kept_noise.noise_steps(prompts, self.step)
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
-    def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
+    def observe(self, responses: Responses, requests: Requests, previous: Drafts) -> Responses:
         """Take in a rollout's responses; return them with the last responses and noise marks.
 
         The responses are the next drafts of their prompts. Their rewards choose the next prompts
         and the samples that keep their noise.
 
-        previous: the last responses of all rows that the rollout was given.
+        previous: the last responses of all rows that were requested.
         """
         rewards = responses.group_rewards
-        # A group is stuck where its rewards are equal and below 1, the reward of a right one.
-        stuck = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
-        self.store.put(responses.prompts, responses.rollout, step=self.step, stuck=stuck)
-        run.collector.observe(self, responses)
-        noise_steps = responses.result.noise_steps
+        self.store.put(responses.prompts, responses.rollout, step=self.step)
+        self.collector.observe(self, responses)
+        noise_steps = requests.noise.noise_steps[responses.groups]
         kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
-        return responses.with_previous(previous, on_kept_noise=kept)
+        tokens, lens = hosts.fetch((previous.tokens.ids, previous.lens))
+        rows = responses.row_ids
+        return dataclasses.replace(
+            responses, previous=(tokens[rows], lens[rows]), on_kept_noise=kept.reshape(-1)
+        )
 
     @property
     def prompts_seen(self) -> int:
         """Prompts whose rollout is complete, with repeats."""
-        return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
+        return self.stream.given - self.collector.prompts_waiting
 
 
 @dataclasses.dataclass
@@ -225,7 +222,7 @@ class RunState:
 
     policy_state: PolicyState
     rollout: RolloutState
-    queue: Any  # `rollout_queue.RolloutQueue`: batches whose update comes later
+    source: "BatchSource"
     origin: RunOrigin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
@@ -288,10 +285,54 @@ class RunState:
             if name in host:
                 owner = self if name in vars(self) else self.rollout
                 setattr(owner, name, part.restore(host[name], arrays.get(name, {})))
-        self.rollout.step = self.step + len(self.queue)
+        self.rollout.step = self.step + self.source.ahead
 
 
-def rollout_rows(config) -> int:
-    """Rows of a step's rollout."""
-    settings = config.rollout
-    return (settings.prompts_per_step + settings.partial) * settings.group_size
+# Rolls out until there is a batch, with the weights that it is given.
+Collect = Callable[[Run, RolloutState, Params], tuple[TrainBatch, Sequence[Responses]]]
+# Records the responses of a batch's rollouts.
+Record = Callable[[TrainBatch, Sequence[Responses]], None]
+
+
+class BatchSource(contextlib.AbstractContextManager):
+    """Source of the steps' batches: each is collected as its step begins.
+
+    A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
+    a `StatePart`.
+    """
+
+    ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
+
+    @staticmethod
+    def rollout_mesh(config: Any) -> jax.sharding.Mesh:
+        """Make the mesh of rollouts; the mesh in use is of updates."""
+        return jax.sharding.get_mesh()
+
+    @staticmethod
+    def most_ahead(config: Any) -> int:
+        """Return how many steps' rollouts may wait for their update."""
+        return 0
+
+    @staticmethod
+    def describe(run: Run) -> str:
+        """Describe in a line where batches come from; "" where there is nothing to say."""
+        return ""
+
+    def __init__(self, run: Run, stream: PromptStream):
+        """Make the source of a new state, whose prompts are those of `stream`."""
+
+    def next(self, run: Run, state: RunState, collect: Collect, record: Record) -> TrainBatch:
+        """Return the batch of the step that begins, on the mesh in use."""
+        batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
+        record(batch, rollouts)
+        return batch
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""
+        return function(*args)
+
+    def settle(self, record: Record) -> None:
+        """Wait until no rollout is under way."""
+
+    def __exit__(self, *_: object) -> None:
+        """End what is under way."""

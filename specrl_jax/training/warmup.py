@@ -32,7 +32,7 @@ from specrl_jax.data.prompts import (
     right_padded,
 )
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.models.row_slices import take_slots
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
@@ -164,7 +164,7 @@ def _run(
         is_solution = jnp.ones_like(response_lens, bool)
         batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, is_solution=is_solution)
         if state.draft_head is not None and state.draft_head.counts is not None:
-            responses = take_slots(tokens, columns)
+            responses = gather_tokens(tokens, columns)
             counts = count_tokens(state.draft_head.counts, responses, batch.mask)
             head = dataclasses.replace(state.draft_head, counts=counts)
             state = dataclasses.replace(state, draft_head=head)

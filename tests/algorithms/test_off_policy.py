@@ -4,16 +4,14 @@ import dataclasses
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rollout_reference as ref
 from small_runs import ROOT, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, RandomCut, Ratio
 from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
@@ -35,14 +33,14 @@ def one_token_rollout(new, old, accepted: bool) -> Rollout:
     def fill(values):
         return jnp.stack([jnp.asarray(values, jnp.float32), jnp.zeros(VOCAB)], axis=1)
 
-    return dataclasses.replace(
-        empty,
-        lens=jnp.ones(VOCAB, jnp.int32),
-        prefix_lens=jnp.full(VOCAB, int(accepted), jnp.int32),
+    tokens = dataclasses.replace(
+        empty.tokens,
         sources=jnp.full((VOCAB, 2), Source.REUSED if accepted else Source.SAMPLED, jnp.int8),
         sampling_logprobs=fill(np.log(new)),
         draft_logprobs=fill(np.log(old) if accepted else np.log(new)),
     )
+    prefix_lens = jnp.full(VOCAB, int(accepted), jnp.int32)
+    return Rollout(tokens, jnp.ones(VOCAB, jnp.int32), prefix_lens)
 
 
 @pytest.mark.parametrize("log_lenience", LENIENCES)
@@ -53,12 +51,11 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     chance = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
     accepted_mass = old * chance
     mass = 1 - accepted_mass.sum()
-    weight = ACCEPTANCE_RULES[rule].importance_weight
+    acceptance = ACCEPTANCE_RULES[rule].of(math.exp(log_lenience))
 
     def weights(accepted: bool):
         rollout = one_token_rollout(new, old, accepted)
-        lenience = np.float32(log_lenience)
-        return off_policy.importance_weights(rollout, lenience, np.float32(mass), weight)[:, 0]
+        return off_policy.importance_weights(rollout, np.float32(mass), acceptance)[:, 0]
 
     first = weights(True)
     last = weights(False)
@@ -73,9 +70,8 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
 def test_exact_rules_have_weight_1(mesh, rule):
     weights = off_policy.importance_weights(
         one_token_rollout(*distributions(), accepted=True),
-        np.float32(0.5),
         np.float32(0.2),
-        ACCEPTANCE_RULES[rule].importance_weight,
+        ACCEPTANCE_RULES[rule].of(2.0),
     )
     np.testing.assert_array_equal(weights, 1)
 
@@ -88,21 +84,19 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     drafts = rng.choice(VOCAB, rows, p=old)
     noise = rng.random(rows).astype(np.float32)
     score = [np.log(x)[drafts].astype(np.float32)[:, None] for x in (new, old)]
-    threshold = ACCEPTANCE_RULES["ratio"].accept_threshold
-    least = threshold(noise[:, None], score[1], np.float32(log_lenience))
+    rule = Ratio(np.float32(log_lenience))
+    least = rule.accept_threshold(noise[:, None], score[1])
     accepted = (score[0] >= np.asarray(least))[:, 0]
     empty = Rollout.empty(rows, 1, 0)
-    rollout = dataclasses.replace(
-        empty,
-        lens=jnp.ones(rows, jnp.int32),
-        prefix_lens=jnp.asarray(accepted, jnp.int32),
+    tokens = dataclasses.replace(
+        empty.tokens,
         sources=jnp.where(accepted[:, None], Source.REUSED, Source.SAMPLED).astype(jnp.int8),
         sampling_logprobs=jnp.asarray(score[0]),
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
+    rollout = Rollout(tokens, jnp.ones(rows, jnp.int32), jnp.asarray(accepted, jnp.int32))
     mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
-    share = ACCEPTANCE_RULES["ratio"].lenient_share
-    measured = off_policy.measure(rollout, log_lenience, mass, share)
+    measured = off_policy.measure(rollout, mass, rule)
     ratio = new / old
     accepted_mass = old * np.minimum(1, np.exp(log_lenience) * ratio)
     strict = old * np.minimum(1, ratio)
@@ -128,7 +122,7 @@ def squared():
     code = re.search(r"^# squared\.py\n.*?(?=^```)", EXTENDING, re.MULTILINE | re.DOTALL)[0]
     names = {"__name__": "squared"}
     exec(code, names)
-    return names["Squared"]()
+    return names["Squared"](np.float32(math.log(1.5)))
 
 
 def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
@@ -138,37 +132,18 @@ def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
     rollout = one_token_rollout(old / 2, old, accepted=True)
 
     def share(rule):
-        measured = off_policy.measure(rollout, math.log(1.5), 0.0, rule.lenient_share)
+        measured = off_policy.measure(rollout, 0.0, rule)
         return measured.get("reuse/lenient_fraction")
 
-    assert share(ACCEPTANCE_RULES["ratio"]) == pytest.approx(1 / 3)
+    assert share(Ratio(np.float32(math.log(1.5)))) == pytest.approx(1 / 3)
     assert share(squared()) == pytest.approx(5 / 9)
-    assert share(ACCEPTANCE_RULES["random"]) is None
+    assert share(RandomCut()) is None
 
 
 def test_nothing_accepted_has_no_measure(mesh):
     sampled = one_token_rollout(*distributions(), accepted=False)
-    assert off_policy.measure(sampled, 0.5, 0.0, None) == {}
+    assert off_policy.measure(sampled, 0.0, ACCEPTANCE_RULES["match"].of(1.0)) == {}
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
-
-
-def test_a_share_of_drafts_is_left_out(mesh):
-    (_, old), (_, new) = ref.policy(0.1), ref.policy()
-    plan, prompts = ref.make_spec(), ref.random_prompts(4)
-    drafts = ref.as_drafts(ref.run(plan, old, prompts, 1)[0])
-    key, options = jax.random.key(ref.KEY), {"step": 6, "log_lenience": math.inf}
-
-    def draft_lens(**changes):
-        changed = dataclasses.replace(plan, **changes)
-        return ref.rollout(changed, new, prompts, key=key, drafts=drafts, **options).draft_lens
-
-    lens, whole = np.asarray(drafts.lens), draft_lens()
-    np.testing.assert_array_equal(whole, lens)
-    some = draft_lens(refresh=0.5)
-    assert 0 < np.sum(some == 0) < len(lens)
-    assert set(some[some > 0]) <= set(lens)
-    np.testing.assert_array_equal(draft_lens(refresh=1.0), 0)
-    np.testing.assert_array_equal(some, draft_lens(refresh=0.5))
 
 
 def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):

@@ -213,12 +213,12 @@ def train(mesh, tmp_path):
 
 def test_the_update_scores_what_the_rollout_sampled_or_kept(train):
     """Drafts are kept whatever the policy says: some have left its likeliest tokens."""
-    changes = {"rollout.lenience": math.inf, "rollout.refresh_unsolved": 0.0}
+    changes = {"rollout.lenience": math.inf}
     workdir = train("lenient", changes | {"updates.learning_rate": 0.1})
     steps = records(workdir)[1:]
     assert all(x["policy/rollout_train_logprob_gap"] < 1e-5 for x in steps)
     assert steps[-1]["rollout/reuse_fraction"] == 1
-    assert np.min(saved(workdir, 4)["store.sampling_logprobs"]) == -50
+    assert np.min(saved(workdir, 4)["store.tokens.sampling_logprobs"]) == -50
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_drafts_change_nothing(train):
     plain = train("plain", {"rollout.noise_epochs": 2, "rollout.draft": "none"})
     assert records(drafted)[-1]["rollout/reuse_fraction"] > 0
     mine, theirs = saved(drafted, 4), saved(plain, 4)
-    np.testing.assert_array_equal(mine["store.tokens"], theirs["store.tokens"])
+    np.testing.assert_array_equal(mine["store.tokens.ids"], theirs["store.tokens.ids"])
     for name in (x for x in mine if x.startswith("train.params")):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-5)
 

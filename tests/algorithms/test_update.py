@@ -15,7 +15,7 @@ from specrl_jax.algorithms.update_spec import Critic, init_policy_state
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
-from specrl_jax.types import Batch, Example, Prompts, Rollout
+from specrl_jax.types import Batch, Example, Prompts, Rollout, Tokens
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +166,9 @@ def test_a_batch_of_a_rollout(mesh):
     )
     tokens = tokens.astype(np.int32)
     scores = np.where(tokens > 0, -0.5 * tokens, 0).astype(np.float32)
-    values = {f.name: scores * np.nan for f in dataclasses.fields(Rollout)}
-    values |= {"tokens": tokens, "lens": lens, "policy_logprobs": scores}
-    rollout = ref.on_mesh(Rollout(**values))
+    values = {f.name: scores * np.nan for f in dataclasses.fields(Tokens)}
+    values |= {"ids": tokens, "policy_logprobs": scores}
+    rollout = ref.on_mesh(Rollout(Tokens(**values), lens, prefix_lens=scores * np.nan))
     batch = make_batch(prompts, rollout)
     np.testing.assert_array_equal(batch.prompt_lens, [2, 2, 1, 1])
     np.testing.assert_array_equal(batch.response_lens, lens)

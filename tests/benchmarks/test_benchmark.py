@@ -10,7 +10,7 @@ import pytest
 import rollout_reference as ref
 from small_runs import ONE_DEVICE, ROOT, launch, preset
 
-from specrl_jax.benchmarks import buckets, device, host, training
+from specrl_jax.benchmarks import device, host, training
 from specrl_jax.benchmarks.device import decode_bytes, forward_flops
 from specrl_jax.benchmarks.rollout import (
     SIZES,
@@ -22,7 +22,7 @@ from specrl_jax.benchmarks.rollout import (
     spread,
 )
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.types import Rollout
+from specrl_jax.types import Rollout, Tokens
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
 SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
@@ -252,21 +252,19 @@ def test_corruption_replaces_its_share_by_other_tokens(rate):
 
 def test_previous_and_tree_drafts_are_copies_of_their_own(mesh):
     rng = np.random.default_rng(0)
-    fields = dict.fromkeys(("prefix_lens", "policy_logprobs", "origin_logprobs", "origin_steps"))
-    rollout = Rollout(
-        tokens=rng.integers(0, 16, (16, 6)).astype(np.int32),
-        lens=np.arange(1, 17, dtype=np.int32).clip(max=6),
-        sampling_logprobs=-rng.random((16, 6)).astype(np.float32), sources=None, **fields,
-    )  # fmt: skip
+    ids = rng.integers(0, 16, (16, 6)).astype(np.int32)
+    logprobs = -rng.random((16, 6)).astype(np.float32)
+    lens = np.arange(1, 17, dtype=np.int32).clip(max=6)
+    rollout = Rollout(Tokens(ids, sampling_logprobs=logprobs), lens, prefix_lens=lens * 0)
     drafts, history = make_drafts(rollout, 0.5, 16, rng)
     assert np.array_equal(drafts.lens, rollout.lens)
-    assert np.array_equal(drafts.sampling_logprobs, rollout.sampling_logprobs)
+    assert np.array_equal(drafts.tokens.sampling_logprobs, rollout.tokens.sampling_logprobs)
     tokens, lens = history
     assert tokens.shape == (2, 1, 8, 6)  # one generation
     assert np.array_equal(lens, rollout.lens.reshape(2, 1, 8))
-    copies = (np.asarray(drafts.tokens), np.asarray(tokens).reshape(16, 6))
+    copies = (np.asarray(drafts.tokens.ids), np.asarray(tokens).reshape(16, 6))
     assert not np.array_equal(*copies)
-    assert all(0.2 < np.mean(copy != rollout.tokens) < 0.8 for copy in copies)
+    assert all(0.2 < np.mean(copy != rollout.tokens.ids) < 0.8 for copy in copies)
 
 
 def test_bytes_and_operations_worked_rows():
@@ -296,58 +294,3 @@ def test_a_report(mesh, tmp_path):
     ]  # fmt: skip
     report.write_json(tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text())["cases"] == rows
-
-
-# Row buckets ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"row_buckets": 3},
-        {"row_buckets": 2, "max_rows": 16},
-    ],
-)
-def test_simulated_rollouts_run_what_rollouts_run(mesh, changes):
-    lens = np.random.default_rng(1).integers(1, 9, 32)
-    spec = ref.match_spec(eos=(99,), **changes)
-    weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-    _, stats = ref.run(spec, weights, ref.random_prompts(), 1, max_lens=lens.astype(np.int32))
-    cost = buckets.StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    at_once = changes.get("max_rows", 32)
-    runner = buckets.simulate(cost, lens, 6, at_once, changes["row_buckets"], shards=1)
-    assert runner.decode_runs == stats.decode_runs
-
-
-def test_simulated_seconds_by_hand():
-    """Two shards alike, each of rows that decode 1, 3, 1 and 2 tokens, and four that decode none.
-
-    6, 7 and 8 slots are filled at their first, second and third step.
-    """
-    cost = buckets.StepCost(fixed=100.0, weights=9.0, product=4.0, row=10.0, read=1.0)
-    lens = np.array([1, 2, 4, 2, 1, 1, 1, 3] * 2)
-    slots_read = 4 * 6 + 2 * 7 + 1 * 8
-    runner = buckets.simulate(cost, lens, 5, 16, 1, shards=2)
-    assert runner.decode_runs == [(16, 1, 3)]
-    assert runner.seconds == 3 * (100 + 8 * 14) + slots_read
-    runner = buckets.simulate(cost, lens, 5, 16, 3, shards=2)
-    assert runner.decode_runs == [(8, 1, 1), (4, 1, 2)]
-    assert runner.seconds == (100 + 4 * 14) + 2 * (100 + 9 + 2 * 10) + slots_read
-
-
-def test_buckets(tmp_path):
-    path = tmp_path / "figures.json"
-    done = launch(str(LAUNCH), "buckets", f"--json={path}", **ONE_DEVICE)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(path.read_text())["cases"]
-    shares = {
-        (case["rollout"], case["at_once"]): [case[f"{n}_buckets"] for n in range(2, 7)]
-        for case in cases
-    }
-    assert len(shares) == len(cases)
-    # Wide steps of rows that begin together gain most, plain steps while others wait nothing.
-    assert shares["Qwen3-1.7B, H100, GSM8K, width 8", 512][2] < 0.5
-    waiting = [value for (name, _), value in shares.items() if "8 x H100" in name]
-    plain = [value for (name, _), value in shares.items() if name.endswith(("0.5", "0.8", "1.2"))]
-    assert all(0.98 < share < 1.02 for value in plain for share in value)
-    assert all(value[2] - min(value) < 0.01 for value in waiting)

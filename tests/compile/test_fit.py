@@ -6,11 +6,13 @@ import jax
 import pytest
 import small_runs
 
-from specrl_jax.compile import fit, programs
-from specrl_jax.compile.shapes import RolloutShapes, device_bytes, of_config
+from specrl_jax.abstract import device_bytes
+from specrl_jax.compile import fit, memory, programs
+from specrl_jax.compile.from_config import abstract_run
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.train import train
-from specrl_jax.training import memory
 
 # Shapes as of the tests in test_memory: 3 prompt and 6 response slots, 16 tokens, 4 heads.
 KINDS = {
@@ -22,7 +24,7 @@ KINDS = {
 
 
 def run_of(changes=None, **more):
-    return of_config(small_runs.small_config(changes, **more))
+    return abstract_run(small_runs.small_config(changes, **more))
 
 
 def test_rows_of_a_made_up_memory():
@@ -38,7 +40,7 @@ def test_a_row_by_hand(mesh):
     run = run_of()
     need = fit.estimate(run.kept, run.training)
     cache = 9 * 2 * 2 * 4 * 4  # slots, keys and values, heads, their size, bytes
-    kept = 11 * 4 + 1 + 7 * (3 * 4 + 1)  # numbers of a row; four arrays of 6 tokens and a margin
+    kept = 11 * 4 + 2 + 7 * (3 * 4 + 1)  # numbers, marks; four arrays of 6 tokens and a margin
     step = 2 * 4 * (16 + 4 * 9)  # logits and scores, twice
     texts = 4 * (4 * 18 + 9)  # a sequence of two rows, a slot for each token
     assert need.row == cache + kept + step + texts
@@ -114,7 +116,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
 
 def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     config = small_runs.small_config(**{"train.steps": 1, "warmup.steps": 0})
-    run = of_config(config)
+    run = abstract_run(config)
     need = fit.estimate(run.kept, run.training)
     # The store of a run has its own prompts, so less beside.
     there = (need.beside + 8.5 * need.row) / 0.9
@@ -123,7 +125,7 @@ def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         programs, "compile_run", lambda *args: None
     )  # which needs more, and says it
-    train(config, tmp_path)
+    train(config, tmp_path, hooks=StandardHooks())
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("rollout: ")]
     assert line.startswith("rollout: 8 of 32 rows at once, 8 on each shard; their cache takes ")

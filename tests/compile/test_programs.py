@@ -7,6 +7,7 @@ import pytest
 import small_runs
 
 from specrl_jax.compile import programs
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
 from specrl_jax.train import train
 
@@ -59,7 +60,7 @@ def late(workdir, first: int = 1) -> dict[int, float]:
 def run(changes, workdir, **more) -> None:
     config = small_runs.small_config(changes, **more)
     runtime.compile_metrics()
-    train(config, workdir)
+    train(config, workdir, hooks=StandardHooks())
 
 
 @pytest.mark.parametrize(

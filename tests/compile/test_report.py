@@ -10,9 +10,10 @@ import small_runs
 from hlo import Module
 from jax.sharding import NamedSharding
 
+from specrl_jax.abstract import device_bytes
+from specrl_jax.compile.from_config import abstract_run
 from specrl_jax.compile.programs import Program, compile_all, rollout_programs
 from specrl_jax.compile.report import compile_program, count_flops, to_text
-from specrl_jax.compile.shapes import device_bytes, of_config
 
 FIELDS = {
     "rollout.prompts_per_step": 16, "rollout.max_rows": 32, "rollout.draft": "previous+tree",
@@ -27,7 +28,7 @@ def test_rows_stay_on_their_shard(make_mesh):
     moves = re.compile("compact|write back")
     sent = {}
     with jax.set_mesh(mesh):
-        run = of_config(small_runs.small_config(FIELDS))
+        run = abstract_run(small_runs.small_config(FIELDS))
         for program in rollout_programs(run.training):
             compiled = compile_all([program])[program.name]
             collectives = Module(compiled.as_text(), dict(mesh.shape)).collectives()
@@ -45,7 +46,7 @@ def test_what_a_run_keeps_by_hand(make_mesh):
     """Bytes of a device of two, from the sizes in the config."""
     changes = {"rollout.draft_age": 1, "algorithm.kl_coef": 0.01}
     with jax.set_mesh(make_mesh(1, 2, 1)):
-        kept = device_bytes(of_config(small_runs.small_config(changes)).kept)
+        kept = device_bytes(abstract_run(small_runs.small_config(changes)).kept)
     vocab, embed, mlp, heads, kv_heads, size = 16, 16, 32, 4, 2, 4
     split = vocab * embed + embed * (heads + 2 * kv_heads + heads) * size + 3 * embed * mlp
     whole = 3 * embed + 2 * size  # norms are on every device

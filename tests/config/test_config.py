@@ -72,8 +72,6 @@ IMPOSSIBLE = [
     ({"rollout.draft": "head", "rollout.head.depth": 8}, "rollout.head.depth", "< .*max_width = 8"),
     ({"rollout.store_prompts": 3}, "rollout.store_prompts", ">= rollout.prompts_per_step = 4"),
     ({"rollout.run_ahead": True}, "rollout.run_ahead", "False where rollout.accept is"),
-    (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),
-    (MATCH | DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead", "dynamic_sampling is True"),
     (RECOMPUTE | {"rollout.partial": 1}, "updates.old_logprobs", "rollout.partial is > 0"),
     (KEPT_MASK | {"rollout.partial": 1}, "updates.packing", "True and rollout.partial is > 0"),
     (KEPT_MASK | {"curriculum.name": "speed"}, "updates.packing", "curriculum.name is speed"),
@@ -86,7 +84,6 @@ IMPOSSIBLE = [
     ({"rollout.staleness": 2, "updates.old_logprobs": "recompute"}, "algorithm.importance_cap",
      "> 0 where rollout.staleness is 2 and updates.old_logprobs is recompute"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
-    (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
     ({"algorithm.advantage": "turn"}, "environment.name", "an environment where .* is turn"),
     (TURNS | {"updates.select": "outer_pairs"}, "updates.select", "all where .* is turn"),
     (TURNS | DAPO, "algorithm.dynamic_sampling", "False where .* is turn"),
@@ -196,6 +193,21 @@ def test_impossible_combinations(changes, field, words):
     assert re.fullmatch(rule, _line(changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"rollout.partial": 2, "rollout.run_ahead": True}, "rollout.partial, rollout.run_ahead"),
+        (DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead, algorithm.dynamic_sampling"),
+        (DAPO | {"rollout.partial": 2}, "rollout.partial, algorithm.dynamic_sampling"),
+        (SPEED | {"rollout.partial": 2}, "rollout.partial, curriculum.name"),
+    ],
+)
+def test_two_recipes_for_one_slot_are_refused(changes, fields):
+    first, second = fields.split(", ")
+    line = _line(MATCH | changes)
+    assert line.startswith(f"{first} and {second} must not be set together, as each is the run's ")
+
+
 @pytest.mark.parametrize("name", ["smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"])
 def test_presets_of_one_device_take_eight_too(make_mesh, name):
     config = small_runs.preset(name, "one_device")
@@ -259,7 +271,7 @@ def test_a_lossy_rule_without_a_weight_is_refused_with_importance_cap(monkeypatc
     class Lossy(acceptance.AcceptanceRule):
         pass
 
-    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy())
+    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy)
     validate(small_runs.small_config({"rollout.accept": "lossy"}))
     line = _line({"rollout.accept": "lossy", "algorithm.importance_cap": 2.0})
     assert line.startswith("algorithm.importance_cap must be 0 ")

@@ -16,8 +16,8 @@ from small_models import MODEL
 from specrl_jax.algorithms.update_spec import make_schedule
 from specrl_jax.config import flatten, validate
 from specrl_jax.config.fields import FIELDS as ROWS
+from specrl_jax.recipes.waiting_groups import part_size
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.training.group_buffer import part_size
 
 CONFIGURATIONS = 1_000
 FIELDS = dict(flatten(small_runs.small_config()))

@@ -352,11 +352,11 @@ def test_parts_of_a_group_have_names_and_noise_of_their_own():
     whole = stream.next()
     assert part_of(whole, 0) is whole
     parts = [part_of(whole, first) for first in (0, 2, 4)]
-    names = [e.prompt_id for part in parts for e in part.examples]
+    names = [e.key for part in parts for e in part.examples]
     assert len(set(names)) == len(names) == 9
     assert names[3] == names[0] + "+2"
     examples = [e for part in parts for e in part.examples]
-    assert [e.base_id for e in examples] == names[:3] * 3
+    assert [e.prompt_id for e in examples] == names[:3] * 3
     assert [e.first_sample for e in examples] == [0, 0, 0, 2, 2, 2, 4, 4, 4]
     ids = np.concatenate([part.ids for part in parts])
     assert len(np.unique(ids, axis=0)) == 9

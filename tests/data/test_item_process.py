@@ -15,7 +15,7 @@ from test_prompts import config
 from specrl_jax import inputs
 from specrl_jax.data import item_process
 from specrl_jax.data.prompts import load_examples
-from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 
 NEEDS_GYM = "needs pip install -e '.[tasks]'"
 

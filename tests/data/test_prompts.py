@@ -8,8 +8,9 @@ import pytest
 from ml_collections import ConfigDict
 from small_runs import line_of, play, preset
 
+from specrl_jax.agents.python_tool import PythonTool
+from specrl_jax.agents.tool_calls import read_calls
 from specrl_jax.data.prompts import (
-    concatenate,
     demonstrations,
     encode_prompts,
     encode_solutions,
@@ -17,13 +18,11 @@ from specrl_jax.data.prompts import (
     load_examples,
     load_warmup_examples,
     make_example,
-    select,
     solution,
 )
 from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import CharacterTokenizer
-from specrl_jax.rewards.python_tool import PythonTool
-from specrl_jax.rewards.tool_calls import read_calls
+from specrl_jax.types import Prompts
 
 ROWS = [
     {"question": f"How much is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i:,}"}
@@ -384,11 +383,11 @@ def prompts_of(batch):
 
 def test_batches_are_joined_and_picked_from():
     encoded = encoded_set(5)
-    both = concatenate(select(encoded, [4, 1]), select(encoded, [0]))
+    both = Prompts.concatenate(encoded.select([4, 1]), encoded.select([0]))
     assert prompts_of(both) == ["4>", "1>", "0>"]
-    assert prompts_of(select(both, [2, 0])) == ["0>", "4>"]
+    assert prompts_of(both.select([2, 0])) == ["0>", "4>"]
     for name in ("tokens", "lens", "ids"):
-        picked = getattr(select(both, [2, 0]), name)
+        picked = getattr(both.select([2, 0]), name)
         np.testing.assert_array_equal(picked, getattr(encoded, name)[[0, 4]])
 
 

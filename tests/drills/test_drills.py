@@ -27,8 +27,10 @@ from small_runs import ROOT, assert_same_run, on_one_device, records, small_conf
 
 from specrl_jax import train as loop
 from specrl_jax.config import cli
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
+from specrl_jax.training import opening
 
 # A checkpoint at every step: a kill finds one under way more often than not.
 CHANGES = {
@@ -40,7 +42,7 @@ CHANGES = {
 
 def _run(workdir, changes) -> None:
     with cli.user_errors():
-        loop.train(small_config(CHANGES | changes), workdir)
+        loop.train(small_config(CHANGES | changes), workdir, hooks=StandardHooks())
 
 
 def _begin(target, *inputs) -> multiprocessing.Process:
@@ -121,8 +123,8 @@ class Phase:
 
 # In the order in which a run meets them, each in a life of its own.
 PHASES = [
-    Phase(loop, "build", saves=False), Phase(loop, "init_state", saves=False),
-    Phase(loop, "evaluate_held_out"), Phase(loop, "resume", saves=False),
+    Phase(opening, "build", saves=False), Phase(opening, "init_state", saves=False),
+    Phase(loop, "evaluate_held_out"), Phase(opening, "resume", saves=False),
     Phase(loop, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip
@@ -178,7 +180,7 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path, mesh):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(ValueError, match="is in use by another process; wait for it, or give"):
-        loop.train(small_config(CHANGES | changes), workdir)
+        loop.train(small_config(CHANGES | changes), workdir, hooks=StandardHooks())
     os.kill(first.pid, signal.SIGCONT)
     first.join()
     assert first.exitcode == 0
@@ -269,7 +271,7 @@ def _micro(workdir, steps: int, measure_every: int = 0) -> None:
     if measure_every:
         MetricsLog.write = write_and_measure
     with cli.user_errors():
-        loop.train(config, workdir)
+        loop.train(config, workdir, hooks=StandardHooks())
 
 
 @pytest.mark.slow

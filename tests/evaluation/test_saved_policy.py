@@ -16,6 +16,7 @@ from small_models import MODEL
 from small_runs import ROOT, files, launch, line_of, play, records, saved, small_config
 
 from specrl_jax import train
+from specrl_jax.agents.environments import Guess
 from specrl_jax.config import cli, flatten, validate
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
@@ -23,7 +24,6 @@ from specrl_jax.evaluation import eval_tasks, export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.process import runtime
-from specrl_jax.rewards.environments import Guess
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.telemetry.records import read_rollouts
 

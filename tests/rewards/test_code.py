@@ -4,11 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from test_workers import score
+from code_answers import ANY, LIMITS, REPORT, RIGHT
+from worker_pools import score
 
-from specrl_jax.rewards.workers import RewardPool
-
-LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
+from specrl_jax.rewards.pool import RewardPool
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,6 @@ def scores_of(responses, tests):
 
 
 ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\nassert math.isclose(add(1, 1), 2)\n"
-RIGHT = "def add(a, b):\n    return a + b\n"
 LOOP = "assert all(map(lambda x: add(x, 1) == x + 1, [1, 2]))"
 STACK = """
 def test_order():
@@ -232,24 +230,6 @@ def test_code_around_a_response():
     assert not scores.failed.any()
 
 
-ANY = """
-class Any({base}):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __lt__(self, other): return True
-    def __sub__(self, other): return self
-    def __abs__(self): return self
-    def __float__(self): return 4.0
-    __hash__ = object.__hash__
-def add(a, b): return {value}
-"""
-REPORT = r"""
-import os
-for fd in range(3, 200):
-    for line in (b'[1.0, true, "", ""]\n', b'["", "", true, []]\n', b'["", "", {}]\n'):
-        try: os.write(fd, line)
-        except OSError: pass
-"""
 # Right once it has seen the tests, in its own memory or another process's.
 SEARCH = """
 import gc, os, sys
@@ -304,8 +284,9 @@ TRICKS = [
     "import builtins\nbuiltins.AssertionError = builtins.KeyError = type('E', (), {})\nadd = int",
     "import builtins\nbuiltins.float = builtins.bool = lambda *x: 1.0\ndef add(a, b): return 3",
     'import json\njson.loads = json.dumps = lambda *a, **k: \'["", "", true, []]\'\nadd = max',
-    "from specrl_jax.rewards import code, worker_process as w\ncode.score_code = lambda *a: 1.0\n"
-    'w.Result.to_line = lambda self: b\'[1.0, true, "", "", "user"]\\n\'\nadd = max',
+    "from specrl_jax.rewards import code\ncode.score_code = lambda *a: 1.0\n"
+    "from specrl_jax.sandbox import worker_process as w\n"
+    "w.Result.to_line = lambda self: b'[1.0, \"\"]\\n'\nadd = max",
     "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\nadd = max",
     "def test_add(): pass\ndef check(f): pass\nadd = test_add",
     "__name__ = 'the tests'\nassert True",

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from small_runs import ROOT, line_of, small_config
 from test_code import LIMITS
-from test_workers import score
+from worker_pools import score
 
 from specrl_jax.data.prompts import examples_of
 from specrl_jax.data.readers import Row
 from specrl_jax.rewards.code_forms import Case, code_of, lines_of, read_tests
-from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 
 
 def test_inputs_and_outputs_are_text_or_lines():

@@ -9,8 +9,8 @@ import user_scorers
 from small_runs import line_of
 
 from specrl_jax.inputs import reward_terms
+from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.sums import make_pool
-from specrl_jax.rewards.workers import Rewards
 from specrl_jax.types import FILLER_TASK
 
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}

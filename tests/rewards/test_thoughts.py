@@ -98,7 +98,7 @@ def rewards(name, responses, answers, prompt="2+2?", **settings):
             scorer.read(np.array(tokenizer.encode(response)), in_thought=begun).answer
             for response, begun in zip(responses, in_thought)
         ]
-        scores = scorer.score(responses, *problems, parts)
+        scores = scorer.rewards(responses, *problems, parts)
     assert not scores.failed.any()
     return scores.rewards.tolist(), scores.by_function
 

@@ -41,7 +41,7 @@ def monte_carlo(sampling, log_lenience, steps=8):
         )
         firsts = np.repeat([0, 1, 0, 1] * 8, 512).tolist()
         lens = np.asarray(rollout.lens).tolist()
-        tokens = np.asarray(rollout.tokens).tolist()
+        tokens = np.asarray(rollout.tokens.ids).tolist()
         counts.update((first, *row[:n]) for first, n, row in zip(firsts, lens, tokens, strict=True))
     return counts, rollout
 
@@ -97,10 +97,15 @@ def test_drafts_are_accepted_by_the_distribution_that_is_sampled_from(mesh, samp
     policy = ref.log_softmax(np.log(NEW_TABLE) / 0.7)
     with np.errstate(divide="ignore"):
         sampled = np.log(cut_table(NEW_TABLE, sampling))
-    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
+    tokens, lens = np.asarray(rollout.tokens.ids), np.asarray(rollout.lens)
     before = np.column_stack([np.repeat([0, 1, 0, 1] * 8, 512), tokens[:, :-1]])
     inside = np.arange(SLOTS)[None, :] < lens[:, None]
-    for mine, table in ((rollout.policy_logprobs, policy), (rollout.sampling_logprobs, sampled)):
+    for mine, table in (
+        (rollout.tokens.policy_logprobs, policy),
+        (rollout.tokens.sampling_logprobs, sampled),
+    ):
         expected = table[before, tokens][inside]
         np.testing.assert_allclose(np.asarray(mine)[inside], expected, atol=1e-5)
-    assert (np.asarray(rollout.policy_logprobs) < np.asarray(rollout.sampling_logprobs)).any()
+    assert (
+        np.asarray(rollout.tokens.policy_logprobs) < np.asarray(rollout.tokens.sampling_logprobs)
+    ).any()

@@ -63,7 +63,7 @@ def measure(max_rows: int) -> dict[str, int]:
         peak = _Peak()
         peak.start()
         rollout, _ = ref.run(spec, weights, prompts, max_lens=max_lens)
-        tokens = np.asarray(rollout.tokens)
+        tokens = np.asarray(rollout.tokens.ids)
         peak.over.set()
         peak.join()
     checksum = int((tokens * np.arange(1, 257)).sum())

@@ -39,7 +39,7 @@ def _spec(model, **changes):
 
 def _flips(rollout, plain) -> tuple[int, int]:
     """(rows that part from the plain rollout, tokens that were compared)."""
-    ours, theirs = ((np.asarray(x.tokens), np.asarray(x.lens)) for x in (rollout, plain))
+    ours, theirs = ((np.asarray(x.tokens.ids), np.asarray(x.lens)) for x in (rollout, plain))
     same = common_prefix(*ours, *theirs)
     parted = (same < ours[1]) | (same < theirs[1])
     return int(parted.sum()), int(same.sum() + parted.sum())
@@ -47,10 +47,10 @@ def _flips(rollout, plain) -> tuple[int, int]:
 
 def _near(plain, vocab):
     """Drafts of which a good part is right: plain responses, each token lost one time in ten."""
-    rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens)
+    rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens.ids)
     lost = rng.random(tokens.shape) < 0.1
     corrupted = np.where(lost, rng.integers(5, vocab, tokens.shape), tokens).astype(np.int32)
-    return dataclasses.replace(plain, tokens=put(corrupted, "batch", None))
+    return ref.with_tokens(plain, ids=put(corrupted, "batch", None))
 
 
 def _every_kind(model, weights, older, prompts, *, width: int, few: int, **options) -> None:
@@ -61,8 +61,8 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     old = ref.rollout(spec(), older, prompts, step=1).rollout
     near = _near(plain, model.vocab_size)
     wide = spec(tree=ref.TREE, max_width=width)
-    close = {"history": history_of(wide, near.tokens, near.lens)}
-    far = {"history": history_of(wide, old.tokens, old.lens)}
+    close = {"history": history_of(wide, near.tokens.ids, near.lens)}
+    far = {"history": history_of(wide, old.tokens.ids, old.lens)}
     # At the step before, under the older policy, in slots that its own rows left early.
     begun = ref.rollout(spec(row_buckets=2), older, prompts, step=1, next_prompts=prompts).run_ahead
     cases = {
@@ -77,7 +77,7 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     }
     for name, (its_spec, drafted) in cases.items():
         rollout = ref.rollout(its_spec, weights, prompts, step=2, **drafted).rollout
-        reused = int(np.sum(np.asarray(rollout.sources) > 0))
+        reused = int(np.sum(np.asarray(rollout.tokens.sources) > 0))
         parted, compared = _flips(rollout, plain)
         print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted", flush=True)
         assert reused > 0
@@ -118,7 +118,7 @@ def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
     cases = {
         "64 rows at a time": (spec(max_rows=64, row_buckets=1), {}),
         "previous": (spec(), {"drafts": as_drafts(near)}),
-        "tree": (wide, {"history": history_of(wide, near.tokens, near.lens)}),
+        "tree": (wide, {"history": history_of(wide, near.tokens.ids, near.lens)}),
     }
     flips = {}
     for name, (its_spec, options) in cases.items():

@@ -39,7 +39,7 @@ def test_three_rollouts_equal_the_naive_loop(mesh, sampling):
             assert ((prefix > 0) & (prefix < lens)).any()
             assert (prefix == lens).any()
         drafts = as_drafts(rollout)
-    ages = np.asarray(rollout.origin_steps)[np.arange(8)[None, :] < lens[:, None]]
+    ages = np.asarray(rollout.tokens.origin_steps)[np.arange(8)[None, :] < lens[:, None]]
     assert set(ages) == {0, 1, 2}
 
 
@@ -61,14 +61,16 @@ def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
     greedy = spec.for_evaluation(4, 0.0)
     rollout, _ = run(greedy, weights, prompts, purpose=Purpose.EVALUATE)
     check_same(rollout, ref.Reference(greedy, params, prompts, step=0))  # whatever the purpose
-    tokens = np.asarray(rollout.tokens).reshape(8, 4, 8)
+    tokens = np.asarray(rollout.tokens.ids).reshape(8, 4, 8)
     np.testing.assert_array_equal(tokens, np.broadcast_to(tokens[:, :1], tokens.shape))
     sampled = spec.for_evaluation(4, 1.0)
     evaluated, _ = run(sampled, weights, prompts, purpose=Purpose.EVALUATE)
     trained, _ = run(sampled, weights, prompts)
     check_same(evaluated, ref.Reference(sampled, params, prompts, step=0,
                                         purpose=Purpose.EVALUATE))  # fmt: skip
-    assert (np.asarray(evaluated.tokens) != np.asarray(trained.tokens)).any(axis=1).mean() > 0.9
+    assert (np.asarray(evaluated.tokens.ids) != np.asarray(trained.tokens.ids)).any(
+        axis=1
+    ).mean() > 0.9
 
 
 def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
@@ -77,15 +79,15 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
     drafts = as_drafts(run(spec, ref.policy(0.3)[1], prompts)[0])
     plain, _ = run(spec, weights, prompts, 1)
     none, _ = run(spec, weights, prompts, 1, drafts=drafts, log_lenience=-math.inf)
-    np.testing.assert_array_equal(np.asarray(none.tokens), np.asarray(plain.tokens))
+    np.testing.assert_array_equal(np.asarray(none.tokens.ids), np.asarray(plain.tokens.ids))
     assert not np.asarray(none.prefix_lens).any()
     full, stats = run(spec, weights, prompts, 1, drafts=drafts, log_lenience=math.inf)
-    np.testing.assert_array_equal(np.asarray(full.tokens), np.asarray(drafts.tokens))
+    np.testing.assert_array_equal(np.asarray(full.tokens.ids), np.asarray(drafts.tokens.ids))
     np.testing.assert_array_equal(np.asarray(full.prefix_lens), np.asarray(drafts.lens))
     assert (stats.decode_steps, stats.row_steps, stats.decode_runs) == (0, 0, [])
     check_same(full, ref.Reference(spec, params, prompts, step=1, drafts=drafts,
                                    log_lenience=math.inf))  # fmt: skip
-    assert (np.asarray(plain.tokens) != np.asarray(full.tokens)).any(axis=1).mean() > 0.5
+    assert (np.asarray(plain.tokens.ids) != np.asarray(full.tokens.ids)).any(axis=1).mean() > 0.5
 
 
 # What may not change anything
@@ -157,7 +159,7 @@ def test_the_order_of_the_prompts_changes_nothing(mesh, base, changes):
     prompts, drafts, plain, reused = base
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
-    moved, weights, spec = ref.select(prompts, order), small_weights(), small_spec(**changes)
+    moved, weights, spec = prompts.select(order), small_weights(), small_spec(**changes)
     check_equal(run(spec, weights, moved, 1)[0], plain, rows)
     placed = ref.put_rows(jax.tree.map(lambda x: x[rows], drafts))
     rollout, _ = run(spec, weights, moved, 1, drafts=placed, log_lenience=HALF)
@@ -167,7 +169,7 @@ def test_the_order_of_the_prompts_changes_nothing(mesh, base, changes):
 def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
     prompts, _, plain, _ = base
     spec = small_spec(group=2, row_buckets=1)
-    rollout, _ = run(spec, small_weights(), ref.select(prompts, np.array([5, 2])), 1)
+    rollout, _ = run(spec, small_weights(), prompts.select(np.array([5, 2])), 1)
     check_equal(rollout, plain, np.array([20, 21, 8, 9]))
 
 
@@ -185,10 +187,10 @@ def test_no_mesh_changes_a_token(make_mesh, base):
         store = DraftStore(StoreShape(8, 4, 8))
         store.put(prompts, rollout, step=1)
         again, _ = run(spec, weights, prompts, 2, drafts=store.get(prompts, step=2))
-        np.testing.assert_array_equal(np.asarray(again.tokens), reused.tokens)
+        np.testing.assert_array_equal(np.asarray(again.tokens.ids), reused.tokens.ids)
         np.testing.assert_array_equal(np.asarray(again.prefix_lens), reused.lens)
-        first_steps = np.asarray(again.origin_steps)[:, 0]
-        np.testing.assert_array_equal(first_steps, reused.origin_steps[:, 0])
+        first_steps = np.asarray(again.tokens.origin_steps)[:, 0]
+        np.testing.assert_array_equal(first_steps, reused.tokens.origin_steps[:, 0])
 
 
 # Ends of responses, on a policy that counts: after token x comes x + 1
@@ -203,7 +205,7 @@ def counting(slots=6, group=2, eos=(END,)):
 
 def check_counts(rollout, lasts, ends, slots=6, group=2):
     """Responses count up from the prompt's last token to an end or through all slots."""
-    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
+    tokens, lens = np.asarray(rollout.tokens.ids), np.asarray(rollout.lens)
     for row, last in enumerate(np.repeat(lasts, group)):
         expected = []
         while len(expected) < slots and (not expected or expected[-1] not in ends):
@@ -237,7 +239,7 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     assert stats.decode_steps == stats.row_steps == 0
     # Two rows of each prompt are one in the tries: three sequences of two prompts, in a chunk.
     assert stats.extended_tokens == spec.buckets(12).chunk_sequences * 24 == 10 * 24
-    np.testing.assert_array_equal(np.asarray(again.origin_steps)[2], np.zeros(6))
+    np.testing.assert_array_equal(np.asarray(again.tokens.origin_steps)[2], np.zeros(6))
 
 
 def test_a_shorter_draft_is_continued(mesh):

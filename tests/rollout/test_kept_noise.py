@@ -11,8 +11,10 @@ from rollout_reference import as_drafts, check_equal, host, make_prompts, match_
 from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate
+from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
 
@@ -68,7 +70,7 @@ def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
     for _ in range(2):  # asked for ahead, as a run-ahead rollout does
         assert noise.noise_steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
     order = [2, 0]
-    assert noise.noise_steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
+    assert noise.noise_steps(prompts.select(order), 5).tolist() == [[1] * 4] * 2
 
 
 # --- rollouts -------------------------------------------------------------------------------------
@@ -97,8 +99,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         spec = match_spec(width)
         drafts = as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
-        result = generate(spec, weights, RolloutInputs(prompts, noise, drafts))
-        assert result.noise_steps.tolist() == steps.tolist()
+        result = generate(spec, weights, Requests(prompts, noise, drafts))
         mixed = host(result.rollout)
         for step in (1, 2, 3):
             rows = np.flatnonzero(steps.reshape(-1) == step)
@@ -109,7 +110,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
             check_equal(part, plain, rows, but=but)
             whole = previous and step == 1
             assert (part.prefix_lens == part.lens).all() == whole
-        assert (mixed.origin_steps[:, 0] == 9).all()
+        assert (mixed.tokens.origin_steps[:, 0] == 9).all()
 
 
 # Distributions of the next token after each of three tokens, of an older and a newer policy.
@@ -130,13 +131,13 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
         noise = NoiseKey(jax.random.key(ref.KEY), 50 + step, noise_steps=np.full((512, G), step))
-        inputs = RolloutInputs(prompts, noise, as_drafts(before))
+        inputs = Requests(prompts, noise, as_drafts(before))
         after = host(generate(spec, new, inputs).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
         check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))
-        counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens, after.lens))
+        counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens.ids, after.lens))
         before = host(before)
-        differ += np.sum(after.tokens[:, 0] != before.tokens[:, 0])
+        differ += np.sum(after.tokens.ids[:, 0] != before.tokens.ids[:, 0])
         whole += np.sum(after.prefix_lens == after.lens)
         total += len(after.lens)
     observed = np.array([counts[response] for response in exact])

@@ -61,11 +61,11 @@ def check_one_pass(model: ModelConfig, config: SamplingConfig, arrays: list) -> 
     wanted = sample_and_score(model, config, *arrays)
     got = sample_and_score(model.replace(kernels=ONE_PASS), config, *arrays)
     for columns, expected in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(columns.tokens, expected.tokens)
+        np.testing.assert_array_equal(columns.ids, expected.ids)
         for name in ("policy_logprobs", "sampling_logprobs"):
             mine, theirs = getattr(columns, name), getattr(expected, name)
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    return np.asarray(got[0].tokens)
+    return np.asarray(got[0].ids)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -105,7 +105,7 @@ def test_of_equal_logits_greedy_takes_the_first_token(make_mesh, mesh_shape):
         _, seeds, positions, given = draw_arrays(model, 4, 1)[1:]
         placed = put(head, "vocab", None), put(states, "batch", None, None)
         sampled, _ = sample_and_score(model, SamplingConfig(0), *placed, seeds, positions, given)
-    np.testing.assert_array_equal(sampled.tokens[:, 0], [25, 22, 27, 8])
+    np.testing.assert_array_equal(sampled.ids[:, 0], [25, 22, 27, 8])
 
 
 def test_a_given_token_that_is_unused_has_no_chance(mesh):
@@ -155,7 +155,7 @@ def test_rollouts_in_one_pass_are_those_of_logits(mesh, accept):
         own = dataclasses.replace(spec, model=model.replace(kernels=kernels))
         old, _ = ref.run(own, ref.policy(0.1, model)[1], prompts, 0)
         drafts = ref.as_drafts(old)
-        history = ref.history_of(own, old.tokens, old.lens)
+        history = ref.history_of(own, old.tokens.ids, old.lens)
         weights = ref.policy(0.0, model)[1]
         new, _ = ref.run(own, weights, prompts, 1, drafts=drafts, history=history)
         return old, new

@@ -303,7 +303,7 @@ def test_the_kept_tokens_are_all_that_are_sampled(make_mesh, shape):
         placed = put(logits, "batch", None, "vocab")
         columns, *_ = _keep(placed, make_seeds(512), put(np.zeros((512, 1), np.int32)), config, 3)
     np.testing.assert_array_equal(columns.top_ids, np.tile([0, 2, 3], (512, 1, 1)))
-    np.testing.assert_array_equal(np.unique(columns.tokens), [0, 2, 3])
+    np.testing.assert_array_equal(np.unique(columns.ids), [0, 2, 3])
     np.testing.assert_allclose(columns.sampling_logprobs, -np.log(3), rtol=1e-6)
     np.testing.assert_allclose(columns.top_logprobs, -np.log(3), rtol=1e-6)
 
@@ -331,14 +331,14 @@ def test_what_is_kept_of_a_token(mesh, config):
         np.put_along_axis(cut, order[..., config.top_k :], -np.inf, axis=-1)
     cut = scipy.special.log_softmax(cut, axis=-1)
     for columns in kept:
-        tokens = np.asarray(columns.tokens)[..., None]
+        tokens = np.asarray(columns.ids)[..., None]
         for got, table in ((columns.policy_logprobs, policy), (columns.sampling_logprobs, cut)):
             expected = np.take_along_axis(table, tokens, axis=-1)[..., 0]
             np.testing.assert_allclose(got, expected, atol=1e-5)
         np.testing.assert_array_equal(columns.top_ids, order[..., :4])
         likeliest = np.take_along_axis(cut, order[..., :4], axis=-1)
         np.testing.assert_allclose(columns.top_logprobs, likeliest, atol=1e-5)
-    sampled, scored, residual = (np.asarray(columns.tokens) for columns in kept)
+    sampled, scored, residual = (np.asarray(columns.ids) for columns in kept)
     assert len(np.unique(sampled)) > 3
     np.testing.assert_array_equal(scored, given)
     assert (residual == 3).all()

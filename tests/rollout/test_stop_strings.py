@@ -20,7 +20,6 @@ from specrl_jax.rollout.stop_strings import (
     turn_ends,
     write_stop,
 )
-from specrl_jax.types import PartialRows
 
 TEXT = st.text("ab<", max_size=3)
 STRING = st.text("ab<", min_size=1, max_size=4)
@@ -89,27 +88,27 @@ def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, s
         _, weights = ref.policy(model=ref.ONE_LAYER)
         options = {}
         if width > 1:
-            options["history"] = ref.history_of(spec, expected.tokens, expected.lens)
+            options["history"] = ref.history_of(spec, expected.tokens.ids, expected.lens)
         without, _ = ref.run(spec, weights, ref.random_prompts(), **options)
-        drafts = ref.plain_drafts(expected.tokens, expected.lens)
+        drafts = ref.plain_drafts(expected.tokens.ids, expected.lens)
         drafted, _ = ref.run(spec, weights, ref.random_prompts(), drafts=drafts, **options)
         without = host(without)
         drafted = host(drafted)
     stopped = 0
     for row, count in enumerate(expected.lens.tolist()):
-        texts = [TEXTS[i] for i in expected.tokens[row, :count].tolist()]
+        texts = [TEXTS[i] for i in expected.tokens.ids[row, :count].tolist()]
         length = min(first_end(texts, STRINGS) + 1, count)
         stopped += length < count
         for rollout in (without, drafted):
             assert rollout.lens[row] == length
             np.testing.assert_array_equal(
-                rollout.tokens[row, :length], expected.tokens[row, :length]
+                rollout.tokens.ids[row, :length], expected.tokens.ids[row, :length]
             )
         assert drafted.prefix_lens[row] == length
     assert stopped > 8
-    ended = spec.ended(without.tokens, without.lens)
-    texts = ["".join(TEXTS[i] for i in row[:n]) for row, n in zip(without.tokens, without.lens)]
-    last = without.tokens[np.arange(len(texts)), without.lens - 1]
+    ended = spec.ended(without.tokens.ids, without.lens)
+    texts = ["".join(TEXTS[i] for i in row[:n]) for row, n in zip(without.tokens.ids, without.lens)]
+    last = without.tokens.ids[np.arange(len(texts)), without.lens - 1]
     assert ended.tolist() == [
         any(string in text for string in STRINGS) or end == 1 for text, end in zip(texts, last)
     ]
@@ -125,15 +124,11 @@ def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
         _, weights = ref.policy(model=ref.ONE_LAYER)
         whole = host(ref.run(spec, weights, ref.random_prompts())[0])
         lens = np.maximum(whole.lens - np.arange(len(whole.lens)) % 3 - 1, 0)
-        partial_rows = PartialRows(
-            dataclasses.replace(whole, lens=lens.astype(np.int32)), lens < 0, np.zeros_like(lens)
-        )
-        resumed, _ = ref.run(
-            spec, weights, ref.random_prompts(), partial_rows=ref.put_rows(partial_rows)
-        )
+        held = ref.put_rows(dataclasses.replace(whole, lens=lens.astype(np.int32)))
+        resumed, _ = ref.run(spec, weights, ref.random_prompts(), held=held)
     assert np.any(whole.lens < expected.lens)
     np.testing.assert_array_equal(resumed.lens, whole.lens)
-    np.testing.assert_array_equal(resumed.tokens, whole.tokens)
+    np.testing.assert_array_equal(resumed.tokens.ids, whole.tokens.ids)
 
 
 def test_only_the_last_token_ends_a_response():

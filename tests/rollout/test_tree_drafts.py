@@ -18,7 +18,7 @@ from rollout_reference import (
 )
 from scheduler_cases import Planned
 
-from specrl_jax.types import Drafts, Source
+from specrl_jax.types import Drafts, Source, Tokens
 
 B, R, V = 32, 8, ref.MODEL.vocab_size
 HALF = 0.5
@@ -43,16 +43,16 @@ def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
     garbage = rng.integers(0, V, (B, R))
     every, columns = np.arange(B), np.arange(R)[None, :]
-    longer = np.where(columns < plain.lens[:, None], plain.tokens, garbage)
-    wrong = plain.tokens.copy()
+    longer = np.where(columns < plain.lens[:, None], plain.tokens.ids, garbage)
+    wrong = plain.tokens.ids.copy()
     last = np.maximum(plain.lens - 1, 0)
     wrong[every, last] = (wrong[every, last] + 1) % V
     full = np.full(B, R)
     kinds = [
-        (old.tokens, old.lens),
+        (old.tokens.ids, old.lens),
         (garbage, full),
-        (plain.tokens, plain.lens),
-        (plain.tokens, np.minimum(plain.lens, 2)),  # too short
+        (plain.tokens.ids, plain.lens),
+        (plain.tokens.ids, np.minimum(plain.lens, 2)),  # too short
         (longer, full),  # goes on after the response's end
         (garbage, np.zeros(B)),  # none
         (wrong, plain.lens),  # wrong at the very end
@@ -66,7 +66,9 @@ def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
 def as_given(tokens, lens) -> Drafts:
     """Drafts that a rule may only compare: they have no log-probs."""
     nothing = np.full(tokens.shape, np.nan, np.float32)
-    return ref.put_rows(Drafts(tokens, lens, nothing, nothing, np.full(tokens.shape, -9, np.int32)))
+    steps = np.full(tokens.shape, -9, np.int32)
+    given = Tokens(tokens, sampling_logprobs=nothing, origin_logprobs=nothing, origin_steps=steps)
+    return ref.put_rows(Drafts(given, lens))
 
 
 def any_history(spec, plain, old):
@@ -74,7 +76,7 @@ def any_history(spec, plain, old):
     rng = np.random.default_rng(8)
     kind = (np.arange(B) % 4)[:, None]
     garbage = rng.integers(0, V, (B, R))
-    tokens = np.select([kind == 0, kind == 1], [old.tokens, plain.tokens], garbage)
+    tokens = np.select([kind == 0, kind == 1], [old.tokens.ids, plain.tokens.ids], garbage)
     lens = np.select([kind == 0, kind == 1, kind == 2], [old.lens[:, None], plain.lens[:, None], R])
     return history_of(spec, tokens, lens[:, 0])
 
@@ -84,12 +86,12 @@ def check_sources(rollout, stats, plain, drafts=None):
     got = host(rollout)
     prefix = np.zeros(B, int)
     if drafts is not None:
-        prefix = common_prefix(*drafts, plain.tokens, plain.lens)
+        prefix = common_prefix(*drafts, plain.tokens.ids, plain.lens)
     np.testing.assert_array_equal(got.prefix_lens, prefix)
     columns = np.arange(R)[None, :]
     reused = columns < prefix[:, None]
-    np.testing.assert_array_equal(got.sources == Source.REUSED, reused)
-    drafted = got.sources == Source.DRAFTED
+    np.testing.assert_array_equal(got.tokens.sources == Source.REUSED, reused)
+    drafted = got.tokens.sources == Source.DRAFTED
     assert not drafted[columns >= got.lens[:, None]].any()
     assert stats.drafted_tokens == drafted.sum()
     return drafted
@@ -100,7 +102,7 @@ def check_steps(rollout, stats, width):
     was drawn as the rows began."""
     got = host(rollout)
     inside = np.arange(R)[None, :] < got.lens[:, None]
-    drafted = got.sources == Source.DRAFTED
+    drafted = got.tokens.sources == Source.DRAFTED
     last = drafted[np.arange(B), got.lens - 1]
     steps = np.sum(inside & ~drafted, axis=1) + last - 1
     assert stats.decode_steps == steps.max()
@@ -129,7 +131,9 @@ def test_previous_responses_of_any_kind(mesh, base, log_lenience):
     for some in (prefix == 0, (prefix > 0) & (prefix < lens), prefix == lens):
         assert some.any()
     assert stats.accepted_tokens == prefix.sum() < stats.verified_tokens <= drafts[1].sum()
-    assert np.all(np.asarray(rollout.origin_steps)[lens > 0, 0] == 1)  # drawn now, whatever matches
+    assert np.all(
+        np.asarray(rollout.tokens.origin_steps)[lens > 0, 0] == 1
+    )  # drawn now, whatever matches
 
 
 @pytest.mark.parametrize(
@@ -190,16 +194,16 @@ def test_rules_with_and_without_tree_drafts(mesh, base, accept, stored):
     (alone, _), (both, stats) = results
     check_equal(both, alone, but=("sources",))
     reused = np.arange(R)[None, :] < np.asarray(alone.prefix_lens)[:, None]
-    sources = np.asarray(both.sources)
+    sources = np.asarray(both.tokens.sources)
     np.testing.assert_array_equal(sources == Source.REUSED, reused)
     assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED) > 0
     prefix, lens = np.asarray(alone.prefix_lens), np.asarray(alone.lens)
     for some in (prefix == 0, (prefix > 0) & (prefix < lens), prefix == lens):
         assert some.any()
-    assert (np.asarray(both.tokens) != plain.tokens).any()  # reuse is not plain here
+    assert (np.asarray(both.tokens.ids) != plain.tokens.ids).any()  # reuse is not plain here
     if stored:
         inside = np.arange(R)[None, :] < lens[:, None]
-        masses = np.exp(np.asarray(both.top_logprobs)[inside]).sum(axis=1)
+        masses = np.exp(np.asarray(both.tokens.top_logprobs)[inside]).sum(axis=1)
         assert np.all(masses < 1 + 1e-5)
         assert masses.min() < 0.95  # something is left for the tail
 
@@ -225,9 +229,9 @@ def test_a_known_response_takes_a_step_every_width_tokens(mesh):
                       [14, 15, 0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])  # fmt: skip
     history = history_of(spec, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
     rollout, stats = run(spec, weights, prompts, history=history)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.repeat(known, 2, axis=0))
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids), np.repeat(known, 2, axis=0))
     np.testing.assert_array_equal(np.asarray(rollout.lens), np.repeat(lens, 2))
-    for row, n in zip(np.asarray(rollout.sources).tolist(), np.repeat(lens, 2), strict=True):
+    for row, n in zip(np.asarray(rollout.tokens.sources).tolist(), np.repeat(lens, 2), strict=True):
         assert row[:n] == (PATTERN * 2)[:n]
     assert stats.decode_steps == 2
     assert stats.drafted_tokens == 2 * (6 + 4 + 1 + 6)
@@ -240,10 +244,10 @@ def test_a_row_that_repeats_itself_is_its_own_draft(mesh):
     spec, weights = counting(slots=24, width=4, cycle=3)
     prompts = ref.make_prompts([[2], [2, 1]], 6)
     rollout, stats = run(spec, weights, prompts)
-    tokens = np.asarray(rollout.tokens)
+    tokens = np.asarray(rollout.tokens.ids)
     np.testing.assert_array_equal(tokens[0], np.arange(24) % 3)
     np.testing.assert_array_equal(tokens[2], (np.arange(24) + 2) % 3)
-    assert not np.asarray(rollout.sources)[:, :3].any()
+    assert not np.asarray(rollout.tokens.sources)[:, :3].any()
     assert 6 <= stats.decode_steps <= 12 < 24
     assert stats.drafted_tokens >= 4 * 12
 
@@ -254,8 +258,8 @@ def test_drafts_know_what_plain_steps_wrote(mesh):
     prompts = ref.make_prompts([[2], [2, 1]], 6)
     six_plain = Planned(lambda widths, done: (1, 6 - done) if done < 6 else (widths[-1], 0))
     rollout, stats = run(spec, weights, prompts, speculation=six_plain)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[0], np.arange(24) % 3)
-    sources = np.asarray(rollout.sources)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids)[0], np.arange(24) % 3)
+    sources = np.asarray(rollout.tokens.sources)
     assert not sources[:, :7].any()
     assert sources[:, 7:10].tolist() == [[Source.DRAFTED] * 3] * 4
     # A token as rows begin, six plain steps, and as few wide ones as 17 tokens take.

@@ -1,6 +1,5 @@
 """Records of responses: which prompts, what a line says, and what a resume leaves of them."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -10,6 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from rollout_reference import with_tokens
 
 from specrl_jax.data.prompts import make_example
 from specrl_jax.telemetry import records
@@ -22,7 +22,7 @@ from specrl_jax.telemetry.records import (
     rollouts_path,
     select_prompts,
 )
-from specrl_jax.types import Example, Prompts, Rollout
+from specrl_jax.types import Example, Prompts, Rollout, Tokens
 
 # Token ids and their text; 0 pads, 1 and 2 end a response and leave no text.
 TEXTS = {0: "", 1: "", 2: "", 3: " ", 4: "3", 5: "1", 6: "4", 7: ">"}
@@ -47,16 +47,14 @@ def make_rollout():
     logprobs += [[math.nan] * 5]
     sources = [[2, 2, 1, 0, 9], [0] * 5, [2, 2, 9, 9, 9], [9] * 5]
     steps = [[1, 3, 7, 7, 99], [7] * 5, [2, 2, 99, 99, 99], [99] * 5]
-    return Rollout(
-        tokens=np.array(tokens, np.int32),
-        lens=np.array([4, 5, 2, 0], np.int32),
-        prefix_lens=np.array([2, 0, 2, 0], np.int32),
+    columns = Tokens(
+        ids=np.array(tokens, np.int32),
         policy_logprobs=np.array(logprobs, np.float32),
         origin_steps=np.array(steps, np.int32),
         sources=np.array(sources, np.int8),
-        sampling_logprobs=None,
-        origin_logprobs=None,
     )
+    lens, prefix_lens = np.array([[4, 5, 2, 0], [2, 0, 2, 0]], np.int32)
+    return Rollout(columns, lens, prefix_lens)
 
 
 REWARDS = np.array([1, 0.1, 0, 0], np.float32)
@@ -195,7 +193,7 @@ def test_an_episodes_turns(tmp_path):
     """ "1 " of the policy, "3" of a tool, and the end."""
     row = one_response()
     sources = np.array([[0, 0, 3, 0, 0]], np.int8)
-    row["rollout"] = dataclasses.replace(row["rollout"], sources=sources)
+    row["rollout"] = with_tokens(row["rollout"], sources=sources)
     rewards, ends = np.array([[0.1, 0.9, 0]], np.float32), np.array([[2, 4, 0]], np.int32)
     row["turns"] = (rewards, ends, np.array([["tool", "", ""]]))
     write(open_records(tmp_path), **row)
@@ -210,7 +208,7 @@ def test_an_episodes_turns(tmp_path):
 def test_what_is_not_finite_is_null(tmp_path):
     row = one_response(rewards=np.array([math.nan], np.float32))
     logprobs = np.array([[-math.inf, math.nan, math.inf, -1e30, 0]], np.float32)
-    row["rollout"] = dataclasses.replace(row["rollout"], policy_logprobs=logprobs)
+    row["rollout"] = with_tokens(row["rollout"], policy_logprobs=logprobs)
     write(open_records(tmp_path), **row)
     text = rollouts_path(tmp_path, 7).read_text()
     record = json.loads(text, parse_constant=pytest.fail)

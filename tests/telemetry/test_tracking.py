@@ -6,7 +6,7 @@ import sys
 from unittest import mock
 
 import pytest
-from test_report_page import two_epochs, write_run
+from recorded_runs import two_epochs, write_run
 
 from specrl_jax.telemetry import tracking
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics

@@ -1,5 +1,6 @@
 """Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
 
+import dataclasses
 import types
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from specrl_jax.algorithms import scoring
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.training import learn
-from specrl_jax.training.build import build
-from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Batch, Prompts, Source
 
 
@@ -34,9 +35,9 @@ def watched(monkeypatch):
     seen = []
     real = learn.update
 
-    def update(update_spec, state, batch, packed, **options):
+    def update(update_spec, state, batch, packed, *rest, **options):
         arrays = jax.device_get((packed.row_ids, batch.mask, batch.advantages, packed.nodes))
-        state, scalars = real(update_spec, state, batch, packed, **options)
+        state, scalars = real(update_spec, state, batch, packed, *rest, **options)
         seen.append(Update(*arrays, jax.device_get(scalars)))
         return state, scalars
 
@@ -106,7 +107,9 @@ def test_rows_that_the_length_cut_are_left_out_of_the_loss(mesh, tmp_path, watch
 def test_no_token_of_an_environment_costs_reward_for_its_length():
     sources = np.full((3, 10), int(Source.SAMPLED), np.int8)
     sources[1:, 2:6] = Source.FORCED
-    rollout = types.SimpleNamespace(lens=np.array([10, 10, 4]), sources=sources)
+    rollout = types.SimpleNamespace(
+        lens=np.array([10, 10, 4]), tokens=types.SimpleNamespace(sources=sources)
+    )
     config = small_config({"reward.overlong_tokens": 4, "rollout.response_len": 10})
     run = types.SimpleNamespace(config=config)
     prompts = Prompts(None, None, None, ())
@@ -177,6 +180,20 @@ def test_eight_devices_take_the_same_rows(make_mesh, tmp_path, watched, changes)
         want = eight.scalars
         assert one.scalars["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
         assert one.scalars["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
+    """Its metric says the opposite here, and decides nothing."""
+    run, params = build(small_config({"updates.old_logprobs": "recompute"}))
+    state = init_state(run, params)
+    with run.responder.pool:
+        batch, _ = loop.collect(run, state.rollout, state.rollout_weights(run))
+    state.step = 1
+    share = {"rollout/stale_fraction": float(not stale)}
+    batch = dataclasses.replace(batch, stale=stale, metrics=batch.metrics | share)
+    metrics = learn.update_policy(run, state, batch)
+    assert ("policy/rollout_train_logprob_gap" in metrics) == (not stale)
 
 
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):

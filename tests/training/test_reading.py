@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from scripted_policy import TAGS, TOKENIZER, play
 from small_runs import line_of, small_config
 
-from specrl_jax.rewards.environment_pool import EnvironmentPool
+from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.build import make_responder

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax import hosts
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer
-from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.rollout.stop_strings import make_stop_strings
 from specrl_jax.training.responses import Responder
 
@@ -43,7 +43,7 @@ def test_what_a_reward_raises_in_one_process_is_raised_in_all(monkeypatch):
     with RewardPool("exact", timeout=1.0, memory_mib=64, workers=1) as pool:
         for one in (Broken(), pool):  # of two processes
             with pytest.raises(ValueError, match="no server"):
-                Responder(one, None).score(["a"], [""], [""], [{}])
+                Responder(one, None).rewards(["a"], [""], [""], [{}])
     assert len(parts) == 2
 
 

@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from small_runs import small_config
 
 from specrl_jax import train as loop
+from specrl_jax.agents.episodes import Turns
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.training import run_log
-from specrl_jax.training.episodes import Turns
 
 GUESS = {
     "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",
@@ -60,7 +61,7 @@ def test_the_middle_of_a_long_episode_is_left_out():
 
 def test_a_run_shows_episodes_and_says_that_it_compiles(tmp_path, make_mesh, capsys):
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        loop.train(small_config(GUESS), tmp_path)
+        loop.train(small_config(GUESS), tmp_path, hooks=StandardHooks())
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("compiling "))
     assert re.match(r"programs: (\d+), (\d+) of the model, compiled in", lines[first + 1])

@@ -13,7 +13,7 @@ from specrl_jax import train as loop
 from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.models.transformer import param_count
 from specrl_jax.packing import PACKINGS
-from specrl_jax.training import learn
+from specrl_jax.training import update_metrics
 from specrl_jax.training.speed import model_flops, speed_metrics
 
 VALUES = {
@@ -97,7 +97,7 @@ def test_tokens_of_an_update_are_those_of_the_packed_rows(make_mesh, packing, de
     spec = types.SimpleNamespace(packing=packing, micro_batch_size=2)
     with jax.set_mesh(make_mesh(devices, 1, 1)):
         packed = pack_rows(spec, rows, np.arange(16), included)
-        num_rows, count = learn._count_packed(packed)
+        num_rows, count = update_metrics.count_packed(packed)
     texts = [tuple(row[:n]) for row, n in zip(tokens, prompt_lens + response_lens)]
     texts = [text for text, there in zip(texts, included) if there]
     most = sum(map(len, texts))

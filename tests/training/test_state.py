@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line, small_config
 
-from specrl_jax.data.prompts import select
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
 from specrl_jax.training.state import RunOrigin, RunState
 
-ALWAYS = {"stream", "store", "origin", "kept_noise", "queue"}
+ALWAYS = {"stream", "store", "origin", "kept_noise", "collector"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
@@ -30,9 +29,10 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[RunState, RunState]
     [
         ({}, "grpo", set()),
         ({"algorithm.kl_coef": 0.1}, "grpo", {"reference"}),
-        ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
-        ({"rollout.partial": 2}, "grpo", {"resumed"}),
-        ({"rollout.draft": "none"}, "dapo", {"groups"}),
+        ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", set()),
+        ({"rollout.partial": 2}, "grpo", set()),
+        ({"rollout.staleness": 1}, "grpo", {"source"}),
+        ({"rollout.draft": "none"}, "dapo", set()),
         (ADAPTIVE | {"rollout.draft": "previous+tree"}, "grpo", {"speculation"}),
         (ADAPTIVE, "grpo", set()),  # steps have no drafts, so there is no width to choose
     ],
@@ -92,7 +92,7 @@ def test_changed_held_out_prompts_are_refused(mesh, tmp_path):
     run, params = build(config)
     ((prompts, real),) = run.held_out
     edited = dataclasses.replace(prompts, tokens=prompts.tokens[:, ::-1])
-    parts = [(select(prompts, range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
+    parts = [(prompts.select(range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
     state = init_state(run, jax.tree.map(jnp.copy, params))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state.arrays(), state.host())

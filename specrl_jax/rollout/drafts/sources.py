@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
 from specrl_jax.rollout.rows import Rows
@@ -70,6 +71,19 @@ class DraftSource:
         [Q * group_size, >= R]. lens: int32 [Q * group_size].
         """
         return state
+
+
+def abstract_state(
+    source: DraftSource, prompts: Prompts, history: tuple[int, int, int, int], group_size: int
+) -> Any:
+    """Return the shapes of what `DraftSource.init` returns; history: those of its tokens."""
+
+    def init(tokens: Array, lens: Array) -> Any:
+        return source.init(prompts, (tokens, lens), group_size)
+
+    tokens = abstract.array(np.int32, history, *(None,) * 4)
+    lens = abstract.array(np.int32, history[:3], *(None,) * 3)
+    return abstract.result(init, tokens, lens)
 
 
 @dataclasses.dataclass(frozen=True)

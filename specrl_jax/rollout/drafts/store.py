@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.sharding import axes, put, reshape, shards
-from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
+from specrl_jax.types import Drafts, Prompts, Rollout, StatePart, Tokens
 
 # N is a multiple of this. Meshes whose pieces divide it have arrays of one shape, so that a run can
 # be resumed on another of them.
@@ -36,20 +37,9 @@ class Stored:
     acceptance rule reads, E >= A generations keep tokens and lengths.
     """
 
-    tokens: Array  # int32 [E, N, G, R]
+    tokens: Tokens  # ids [E, N, G, R], all else [A, N, G, R] and [A, N, G, R, k]
     lens: Array  # int32 [E, N, G], 0 where nothing is stored
     steps: Array  # int32 [E, N, G], when the response was stored
-    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]; None where they are not kept:
-    sampling_logprobs: Array | None = None
-    origin_logprobs: Array | None = None
-    origin_steps: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
-
-    @classmethod
-    def of(cls, rollout: Rollout, steps: Array) -> "Stored":
-        """Take the rollout's responses [B], stored in `steps` int32 [B]."""
-        return cls(**vars(Drafts.of(rollout)), steps=steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +65,16 @@ class StoreShape:
             return jnp.zeros(shape, dtype, out_sharding=_layout(len(shape)))
 
         slots = self.response_slots
-        drafts = {}
+        columns = {}
         if self.logprobs:
-            drafts["sampling_logprobs"] = array(jnp.float32, self.generations, slots)
-            drafts["origin_logprobs"] = array(jnp.float32, self.generations, slots)
-            drafts["origin_steps"] = array(jnp.int32, self.generations, slots)
+            columns["sampling_logprobs"] = array(jnp.float32, self.generations, slots)
+            columns["origin_logprobs"] = array(jnp.float32, self.generations, slots)
+            columns["origin_steps"] = array(jnp.int32, self.generations, slots)
         if self.k:
-            drafts["top_ids"] = array(jnp.int32, self.generations, slots, self.k)
-            drafts["top_logprobs"] = array(jnp.float32, self.generations, slots, self.k)
-        return Stored(
-            tokens=array(jnp.int32, kept, slots),
-            lens=array(jnp.int32, kept),
-            steps=array(jnp.int32, kept),
-            **drafts,
-        )
+            columns["top_ids"] = array(jnp.int32, self.generations, slots, self.k)
+            columns["top_logprobs"] = array(jnp.float32, self.generations, slots, self.k)
+        tokens = Tokens(ids=array(jnp.int32, kept, slots), **columns)
+        return Stored(tokens, lens=array(jnp.int32, kept), steps=array(jnp.int32, kept))
 
 
 class DraftStore(StatePart):
@@ -119,7 +105,6 @@ class DraftStore(StatePart):
         self._owner = dict(owner or {})
         self._history = shape.history or shape.generations
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
-        self._stuck: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
@@ -136,26 +121,15 @@ class DraftStore(StatePart):
         tokens, lens = pick_history(self._arrays, *self._find(prompts, step))
         return tokens[:, : self._history], lens[:, : self._history]
 
-    def stuck(self, prompts: Prompts) -> np.ndarray:
-        """Mark the prompts whose newest responses were stored as stuck, bool [Q]."""
-        return np.asarray([e.prompt_id in self._stuck for e in prompts.examples])
-
-    def put(
-        self, prompts: Prompts, rollout: Rollout, *, step: int, stuck: np.ndarray | None = None
-    ) -> None:
+    def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
         """Store the groups' responses; older generations move back by one.
 
-        stuck: bool [Q], groups whose rewards are equal and below 1; None: none.
         Raises ValueError if a prompt occurs twice.
         """
-        names = [e.prompt_id for e in prompts.examples]
+        names = [e.key for e in prompts.examples]
         slots, reassigned = self._take(names)
-        self._stuck -= set(names)
-        if stuck is not None:
-            self._stuck |= {name for name, marked in zip(names, stuck) if marked}
-        newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
-        not_kept = [name for name, array in vars(self._arrays).items() if array is None]
-        newest = dataclasses.replace(newest, **dict.fromkeys(not_kept))
+        tokens = rollout.tokens.like(self._arrays.tokens)
+        newest = Stored(tokens, rollout.lens, np.full(rollout.lens.shape, step, np.int32))
         self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:
@@ -171,7 +145,6 @@ class DraftStore(StatePart):
         """Return the host's part of a checkpoint, JSON-able; `arrays` is the other."""
         return {
             "slots": list(self._slots.items()),
-            "unsolved": sorted(self._stuck),
             "shape": self._shape,
             "owner": self._owner,
         }
@@ -196,7 +169,6 @@ class DraftStore(StatePart):
                 "resume with the same data and rollout settings"
             )
         self._slots = dict(host["slots"])
-        self._stuck = set(host["unsolved"])
         self._arrays = arrays
         return self
 
@@ -205,7 +177,7 @@ class DraftStore(StatePart):
 
         A prompt that is not stored gets slot 0, and a step after all others: it has no drafts.
         """
-        slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
+        slots = np.asarray([self._slots.get(e.key, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
         return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")
@@ -248,7 +220,13 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
         rows = _keep(pick(array), young)
         return reshape(rows, (-1, *rows.shape[2:]), "batch", *(None,) * (rows.ndim - 2))
 
-    return jax.tree.map(draft, Drafts.of(stored))
+    return jax.tree.map(draft, Drafts(stored.tokens, stored.lens))
+
+
+def pick_inputs(stored: Stored, prompts: int) -> tuple:
+    """Return the inputs of `pick_drafts` and `pick_history` for so many prompts."""
+    numbers = abstract.array(np.int32, (prompts,), "batch")
+    return stored, numbers, numbers
 
 
 @jax.jit
@@ -261,7 +239,7 @@ def pick_history(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
         return jnp.swapaxes(rows, 0, 1)
 
     young = pick(stored.steps) >= _whole(oldest)[:, None, None]
-    return _keep(pick(stored.tokens), young), _keep(pick(stored.lens), young)
+    return _keep(pick(stored.tokens.ids), young), _keep(pick(stored.lens), young)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

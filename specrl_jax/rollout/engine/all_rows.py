@@ -2,141 +2,146 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather, where_rows
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
-from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, TokenColumns
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
-def start_all_rows(
-    spec: RolloutSpec, prompts: Prompts, noise: NoiseKey, max_lens: np.ndarray | None = None
-) -> Rows:
-    """Start rows that hold only their prompts. max_lens: as in `start_arrays`."""
-    noise_steps = noise.steps_of(len(prompts.lens), spec.group_size)
-    arrays = start_arrays(spec, prompts, noise_steps, max_lens)
-    return start_rows(spec, int(noise.purpose), noise.key, *arrays)
+class RowStarts(NamedTuple):
+    """What B rows start with, on the host."""
+
+    noise_steps: np.ndarray  # uint32 [B]
+    ids: np.ndarray  # uint32 [B, 2], of the rows' prompts
+    prompt_lens: np.ndarray  # int32 [B]
+    last: np.ndarray  # int32 [B], the last token of the prompt
+    max_lens: np.ndarray  # int32 [B], where the response ends at the latest
+    done: np.ndarray  # bool [B]
+    idle: np.ndarray  # bool [B]
+
+    @classmethod
+    def of(cls, spec: RolloutSpec, requests: Requests) -> "RowStarts":
+        prompts = requests.prompts
+        group_size = spec.group_size
+        noise_steps = requests.noise.steps_of(len(prompts.lens), group_size)
+        last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
+        none = np.zeros(noise_steps.size, np.bool_)
+        max_lens = requests.max_lens
+        if max_lens is None:
+            max_lens = np.full(len(none), spec.response_slots)
+        return cls(
+            noise_steps=noise_steps.reshape(-1).astype(np.uint32),
+            ids=np.repeat(prompts.ids, group_size, axis=0),
+            prompt_lens=np.repeat(prompts.lens.astype(np.int32), group_size),
+            last=np.repeat(last.astype(np.int32), group_size),
+            max_lens=max_lens.astype(np.int32),
+            done=none if requests.done is None else requests.done,
+            idle=none if requests.idle is None else requests.idle,
+        )
+
+    @classmethod
+    def blank(cls, spec: RolloutSpec, num_rows: int) -> "RowStarts":
+        """Return starts of rows whose prompts are blank."""
+        prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
+        return cls.of(spec, Requests(prompts, NoiseKey(None, 0)))
 
 
-def start_arrays(
-    spec: RolloutSpec,
-    prompts: Prompts,
-    noise_steps: np.ndarray,
-    max_lens: np.ndarray | None = None,
-) -> tuple[np.ndarray, ...]:
-    """Return the host arrays for `start_rows`, its arguments from `noise_steps` on.
-
-    noise_steps: int [Q, G], the step whose noise each row uses. max_lens: int32 [B], where
-    responses end; None: at R.
-    """
+@functools.partial(jax.jit, static_argnames="purpose")
+def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -> Rows:
+    """Start rows that hold only their prompts. The call puts the host's arrays on the device."""
     group_size = spec.group_size
-    last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
-    if max_lens is None:
-        max_lens = np.full(len(last) * group_size, spec.response_slots)
-    return (
-        noise_steps.reshape(-1).astype(np.uint32),
-        np.repeat(prompts.ids, group_size, axis=0),
-        np.repeat(prompts.lens.astype(np.int32), group_size),
-        max_lens.astype(np.int32),
-        np.repeat(last.astype(np.int32), group_size),
+    ids = reshard(starts.ids, "batch", None)
+    noise_steps, prompt_lens, last, max_lens, done, idle = (
+        reshard(x, "batch")
+        for x in (
+            starts.noise_steps,
+            starts.prompt_lens,
+            starts.last,
+            starts.max_lens,
+            starts.done,
+            starts.idle,
+        )
     )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def start_rows(
-    spec: RolloutSpec,
-    purpose: int,
-    key: Array,
-    noise_steps: Array,
-    ids: Array,
-    prompt_lens: Array,
-    max_lens: Array,
-    last: Array,
-) -> Rows:
-    """Start rows from host arrays [B], ids [B, 2]. The call puts all of them on the device."""
-    group_size = spec.group_size
-    noise_steps = reshard(noise_steps, "batch")
-    ids = reshard(ids, "batch", None)
-    prompt_lens = reshard(prompt_lens, "batch")
     samples = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), len(last) // group_size)
     samples = reshard(samples, "batch")
-    empty = Rollout.empty(len(prompt_lens), spec.columns, spec.stored_logprobs)
+    empty = Rollout.empty(len(last), spec.columns, spec.stored_logprobs)
+    tokens = empty.tokens.only(
+        "policy_logprobs", "sampling_logprobs", "sources", "top_ids", "top_logprobs"
+    )
     last_state = None
     if spec.draft_head is not None:
-        shape = (len(prompt_lens), spec.model.embed_dim)
+        shape = (len(last), spec.model.embed_dim)
         last_state = jnp.zeros(shape, spec.model.dtype, out_sharding=axes("batch", None))
     return Rows(
-        index=reshard(jnp.arange(len(prompt_lens), dtype=jnp.int32), "batch"),
+        index=reshard(jnp.arange(len(last), dtype=jnp.int32), "batch"),
         seeds=row_seeds(key, purpose, noise_steps, ids, samples),
         accept_seeds=row_seeds(key, int(Purpose.ACCEPT), noise_steps, ids, samples),
         prompt_lens=prompt_lens,
-        max_lens=reshard(max_lens, "batch"),
+        max_lens=max_lens,
         lens=empty.lens,
         turn_starts=empty.lens,
-        last=reshard(last, "batch"),
+        last=last,
         prefix_lens=empty.lens,
-        done=empty.lens > 0,
-        tokens=jnp.full_like(empty.tokens, spec.pad_id),
-        policy_logprobs=empty.policy_logprobs,
-        sampling_logprobs=empty.sampling_logprobs,
-        sources=empty.sources,
-        top_ids=empty.top_ids,
-        top_logprobs=empty.top_logprobs,
+        done=done,
+        idle=idle,
+        tokens=dataclasses.replace(tokens, ids=jnp.full_like(tokens.ids, spec.pad_id)),
         last_state=last_state,
     )
 
 
+def start_inputs(spec: RolloutSpec, purpose: Purpose, key: Any, num_rows: int) -> tuple:
+    """Return the inputs of `start_rows`."""
+    return spec, int(purpose), key, abstract.on_host(RowStarts.blank(spec, num_rows))
+
+
+def abstract_rows(spec: RolloutSpec, num_rows: int) -> Rows:
+    """Return the shapes of all rows."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    starts = RowStarts.blank(spec, num_rows)
+    return abstract.result(lambda key: start_rows(spec, 0, key, starts), key)
+
+
 @jax.jit
-def write_partial_rows(all_rows: Rows, partial_rows: PartialRows) -> Rows:
-    """Return all rows with the tokens and state that they hold already, [B]."""
-    rollout = partial_rows.rollout
-    have = rollout.lens > 0
-    margin = all_rows.tokens.shape[1] - rollout.tokens.shape[1]
+def write_held(all_rows: Rows, held: Rollout) -> Rows:
+    """Return all rows with the tokens that they begin with, [B]."""
+    have = held.lens > 0
+    margin = all_rows.tokens.ids.shape[1] - held.tokens.ids.shape[1]
 
     def write(old: Array, new: Array) -> Array:
         wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
         return where_rows(have, wide, old)
 
-    columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(rollout))
-    last = read_slots(columns.tokens, jnp.maximum(rollout.lens - 1, 0), 1)[:, 0]
+    tokens = jax.tree.map(write, all_rows.tokens, held.tokens.like(all_rows.tokens))
+    last = read_slots(tokens.ids, jnp.maximum(held.lens - 1, 0), 1)[:, 0]
     return dataclasses.replace(
         all_rows,
-        lens=jnp.where(have, rollout.lens, all_rows.lens),
+        lens=jnp.where(have, held.lens, all_rows.lens),
         last=jnp.where(have, last, all_rows.last),
-        prefix_lens=jnp.where(have, rollout.prefix_lens, all_rows.prefix_lens),
-        done=partial_rows.done,
-        sources=write(all_rows.sources, rollout.sources),
-        **vars(columns),
+        prefix_lens=jnp.where(have, held.prefix_lens, all_rows.prefix_lens),
+        tokens=tokens,
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
-    """Return where drafts of `lens` [B] tokens end, int32 [B] each.
-
-    First: the length of the draft, 0 if it is left out at random (`rollout.draft_refresh`), which
-    happens to no draft of a rule that samples every token anew. Second: the part that the rule
-    verifies.
-    """
-    rule = spec.accept
-    seeds = rows.accept_seeds
-    if spec.refresh and not rule.samples_anew:
-        # Noise of a position that no response has: the rule must not draw on it too.
-        past_end = jnp.full_like(lens, spec.response_slots)
-        lens = jnp.where(uniforms(seeds, past_end) <= spec.refresh, 0, lens)
-    return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+@jax.jit
+def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> Array:
+    """Return how much of drafts of `lens` [B] tokens the rule verifies, int32 [B]."""
+    return spec.accept.cut(uniforms(rows.accept_seeds, jnp.zeros_like(lens)), lens)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "size", "slots"))
+@functools.partial(jax.jit, static_argnames=("size", "slots"))
 def empty_batch(
     spec: RolloutSpec, all_rows: Rows, *, size: int, slots: int
 ) -> tuple[KVCache, Rows]:
@@ -146,47 +151,61 @@ def empty_batch(
     return cache, gather(all_rows, reshard(none, "batch"))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def abstract_batch(
+    spec: RolloutSpec, all_rows: Rows, size: int, slots: int
+) -> tuple[KVCache, Rows]:
+    """Return the shapes of what `empty_batch` returns."""
+    empty = functools.partial(empty_batch, size=size, slots=slots)
+    return abstract.result(empty, spec, all_rows)
+
+
+@jax.jit
 def read_rollout(
     spec: RolloutSpec,
     rows: Rows,
     drafts: Drafts | None,
-    partial_rows: PartialRows | None,
+    held: Rollout | None,
     step: Array,
 ) -> Rollout:
-    """Return all rows as a rollout of `step`. partial_rows: what rows held before the rollout."""
+    """Return all rows as a rollout of `step`. held: what rows began with."""
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
-    columns = jax.tree.map(lambda x: x[:, :slots], TokenColumns.of(rows))
-    sources = rows.sources[:, :slots]
-    policy = jnp.where(inside, columns.policy_logprobs, 0.0)
-    sampling = jnp.where(inside, columns.sampling_logprobs, 0.0)
+    tokens = jax.tree.map(lambda x: x[:, :slots], rows.tokens)
+    policy = jnp.where(inside, tokens.policy_logprobs, 0.0)
+    sampling = jnp.where(inside, tokens.sampling_logprobs, 0.0)
     sampling = jnp.where(jnp.isneginf(sampling), CUT_OFF_LOGPROB, sampling)
     origin_logprobs = policy
-    origin_steps = jnp.zeros_like(columns.tokens) + step
+    origin_steps = jnp.zeros_like(tokens.ids) + step
     draft_logprobs = sampling
     if drafts is not None and not spec.accept.samples_anew:
-        reused = inside & (sources == Source.REUSED)
-        origin_logprobs = jnp.where(reused, drafts.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(reused, drafts.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, draft_logprobs)
-    if partial_rows is not None:
-        earlier = partial_rows.rollout
-        before = positions < earlier.lens[:, None]
-        origin_logprobs = jnp.where(before, earlier.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(before, earlier.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(before, earlier.draft_logprobs, draft_logprobs)
-    return Rollout(
-        tokens=jnp.where(inside, columns.tokens, spec.pad_id),
-        lens=rows.lens,
-        prefix_lens=rows.prefix_lens,
+        reused = inside & (tokens.sources == Source.REUSED)
+        origin_logprobs = jnp.where(reused, drafts.tokens.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(reused, drafts.tokens.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(reused, drafts.tokens.sampling_logprobs, draft_logprobs)
+    if held is not None:
+        before = positions < held.lens[:, None]
+        origin_logprobs = jnp.where(before, held.tokens.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(before, held.tokens.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(before, held.tokens.draft_logprobs, draft_logprobs)
+    tokens = dataclasses.replace(
+        tokens,
+        ids=jnp.where(inside, tokens.ids, spec.pad_id),
         policy_logprobs=policy,
         sampling_logprobs=sampling,
+        sources=jnp.where(inside, tokens.sources, jnp.int8(Source.SAMPLED)),
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
         origin_steps=origin_steps,
-        sources=jnp.where(inside, sources, jnp.int8(Source.SAMPLED)),
         draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
-        top_ids=columns.top_ids,
-        top_logprobs=columns.top_logprobs,
     )
+    return Rollout(tokens, rows.lens, rows.prefix_lens)
+
+
+def read_inputs(spec: RolloutSpec, all_rows: Rows, drafts: Drafts | None) -> tuple:
+    """Return the inputs of `read_rollout` for rows that began with nothing."""
+    return spec, all_rows, drafts, None, jax.ShapeDtypeStruct((), np.int32)
+
+
+def abstract_rollout(spec: RolloutSpec, num_rows: int) -> Rollout:
+    """Return the shapes of a rollout."""
+    return abstract.result(read_rollout, *read_inputs(spec, abstract_rows(spec, num_rows), None))

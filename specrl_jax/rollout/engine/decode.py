@@ -13,51 +13,44 @@ differs from the draft token ends the step. So a draft changes no token: it only
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
-from specrl_jax.types import Source, TokenColumns
+from specrl_jax.types import Source, Tokens
 
 _MOST = np.int32(np.iinfo(np.int32).max)
-
-
-class ShardSizes(NamedTuple):
-    """Numbers of the rows that each shard has in a rollout; int32."""
-
-    train_rows: Array  # rows to train on: the first ones
-    rows: Array  # all of them, run-ahead included
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """Limits at which `decode_steps` ends, unless all rows to train on are done before; int32."""
+    """Limits at which `decode_steps` ends, unless all rows but idle ones are done before; int32."""
 
     max_steps: Array
     max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
     refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can begin there
-    max_left: Array  # unfinished rows to train on of all shards together, at most
-    shard_sizes: ShardSizes
+    max_left: Array  # unfinished rows but idle ones, of all shards together, at most
 
     @classmethod
     def of(
         cls,
-        shard_sizes: ShardSizes,
         *,
         max_steps: int = int(_MOST),
         max_unfinished: int = 0,
@@ -74,13 +67,12 @@ class StopCondition:
             np.int32(max_unfinished),
             bounds,
             np.int32(max_left),
-            shard_sizes,
         )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "width"),
+    static_argnames="width",
     donate_argnames=("cache", "rows", "draft_state"),
 )
 def decode_steps(
@@ -106,15 +98,23 @@ def decode_steps(
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
-        train, every = count_unfinished(rows, stop.shard_sizes).T
-        more = (jnp.sum(train) > stop.max_left) & (steps < stop.max_steps)
+        awaited, every = count_unfinished(rows).T
+        more = (jnp.sum(awaited) > stop.max_left) & (steps < stop.max_steps)
         more &= jnp.max(every) > stop.max_unfinished
         return more & jnp.all(every > stop.refill_at)
 
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
     step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    return cache, rows, draft_state, steps, counts, count_unfinished(rows, stop.shard_sizes)
+    return cache, rows, draft_state, steps, counts, count_unfinished(rows)
+
+
+def decode_inputs(shapes: RolloutShapes, size: int, width: int) -> tuple:
+    """Return the inputs of `decode_steps` for a batch of `size` slots."""
+    cache, rows = shapes.batch(size)
+    draft_state = shapes.draft_state if width > 1 else None
+    stop = abstract.on_host(StopCondition.of())
+    return shapes.spec, shapes.weights, cache, rows, draft_state, stop
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
@@ -137,10 +137,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
     hidden, cache = model(fed, start, cache)
     policy = policy_at(spec, rows, rows.lens, model, hidden)
     sampled = policy.sample()
-    accepted = count_leading(sampled.tokens == drafted, draft_len)
+    accepted = count_leading(sampled.ids == drafted, draft_len)
     new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
     if spec.draft_head is not None:
-        head_cache = drafting.correct(start, head_cache, hidden, sampled.tokens)
+        head_cache = drafting.correct(start, head_cache, hidden, sampled.ids)
         newest = jnp.maximum(emitted - 1, 0)
         last_state = read_slots(hidden, newest, 1)[:, 0]
         last_state = where_rows(rows.done, rows.last_state, last_state)
@@ -151,15 +151,13 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
         kept = jnp.sum(jnp.minimum(accepted, emitted), dtype=jnp.int32)
         counts += jnp.append(matched, kept)
         if spec.draft_source is not None:
-            draft_state = spec.draft_source.observe(draft_state, rows, sampled.tokens, emitted)
+            draft_state = spec.draft_source.observe(draft_state, rows, sampled.ids, emitted)
     return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
 
 
-def count_unfinished(rows: Rows, sizes: ShardSizes) -> Array:
-    """Count unfinished rows, int32 [shards, 2] on every device: those to train on, and all."""
-    # Some padding is marked too, but padding is done.
-    to_train = rows.index % sizes.rows < sizes.train_rows
-    marked = jnp.stack([~rows.done & to_train, ~rows.done])
+def count_unfinished(rows: Rows) -> Array:
+    """Count unfinished rows, int32 [shards, 2] on every device: without idle ones, and all."""
+    marked = jnp.stack([~rows.done & ~rows.idle, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 
@@ -187,14 +185,14 @@ def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
     window = spec.stop_window
     if not window:
         return spec.turn_ends(new)
-    before = read_slots(jnp.pad(rows.tokens, ((0, 0), (window, 0))), rows.lens, window)
+    before = read_slots(jnp.pad(rows.tokens.ids, ((0, 0), (window, 0))), rows.lens, window)
     positions = rows.lens[:, None] + jnp.arange(-window, 0)[None, :]
     before = jnp.where(positions < rows.turn_starts[:, None], NOTHING, before)
     return spec.turn_ends(jnp.concatenate([before, new], axis=1))
 
 
 def append(
-    spec: RolloutSpec, rows: Rows, new: TokenColumns, from_draft: Array, kind: Source
+    spec: RolloutSpec, rows: Rows, new: Tokens, from_draft: Array, kind: Source
 ) -> tuple[Rows, Array]:
     """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
 
@@ -202,11 +200,11 @@ def append(
     draft tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens
     each got, int32 [b].
     """
-    width = new.tokens.shape[1]
+    width = new.ids.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     active = ~rows.done
     count = jnp.minimum(from_draft + 1, rows.max_lens - rows.lens)
-    ends = _ends(spec, rows, new.tokens) & (offsets < count[:, None])
+    ends = _ends(spec, rows, new.ids) & (offsets < count[:, None])
     count = jnp.where(active, jnp.minimum(count, count_leading(~ends, count) + 1), 0)
     lens = rows.lens + count
     column = jnp.where(active, rows.lens, spec.response_slots)
@@ -217,20 +215,19 @@ def append(
             return write_slots(wide, values, column)[:, : old.shape[1]]
         return write_slots(old, values, column)
 
-    columns = jax.tree.map(write, TokenColumns.of(rows), new)
-    sources = rows.sources
+    tokens = jax.tree.map(write, rows.tokens.like(new), new)
+    sources = rows.tokens.sources
     if width > 1:  # else it stays SAMPLED
         kept = jnp.minimum(from_draft, count)
         kinds = jnp.where(offsets < kept[:, None], kind, Source.SAMPLED)
         sources = write(sources, kinds.astype(jnp.int8))
-    last = read_slots(new.tokens, jnp.maximum(count - 1, 0), 1)[:, 0]
+    last = read_slots(new.ids, jnp.maximum(count - 1, 0), 1)[:, 0]
     ended = jnp.any(ends, axis=1) | (lens == rows.max_lens)
     rows = dataclasses.replace(
         rows,
         lens=lens,
         last=jnp.where(count > 0, last, rows.last),
         done=rows.done | (active & ended),
-        sources=sources,
-        **vars(columns),
+        tokens=dataclasses.replace(tokens, sources=sources),
     )
     return rows, count

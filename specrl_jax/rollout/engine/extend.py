@@ -1,8 +1,8 @@
 """`extend` lets rows begin. It computes keys, values and states of a row's prompt, own tokens and
 draft, which are not in the cache yet.
 
-A row may have own tokens (a resumed row, an earlier turn) and a draft. The host packs the texts of
-many rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
+A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
+rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
 chunk, writes keys and values into free slots of the running batch, decides which draft tokens are
 accepted, and samples the token after them. `feed` decides in the same way on rows that go on in
 their slots.
@@ -28,20 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
-from specrl_jax.models.row_slices import read_slots, take_slots
+from specrl_jax.models.row_slices import gather_tokens, read_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes, append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
-from specrl_jax.types import Drafts, Source, TokenColumns
+from specrl_jax.types import Drafts, Source, Tokens
 
 
 class PackedTexts(NamedTuple):
@@ -139,28 +141,21 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-class PrefillInputs(NamedTuple):
-    """Rows, drafts and lenience of a rollout of B rows, as `extend` and `feed` read them."""
-
-    all_rows: Rows  # [B], with the tokens that they hold
-    # [B], for the acceptance rule to verify. A draft begins with what its row holds. None: the run
-    # has no drafts.
-    drafts: Drafts | None
-    log_lenience: Array  # log ℓ, float32, nats
-    shard_sizes: ShardSizes
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
+@functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
 def extend(
     spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: PrefillInputs,
+    all_rows: Rows,
+    drafts: Drafts | None,
     texts: PackedTexts,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
+
+    all_rows: [B], with the tokens that they hold. drafts: [B], for the acceptance rule to verify; a
+    draft begins with what its row holds. None: the run has no drafts.
 
     Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
     `decode.count_unfinished` returns.
@@ -182,7 +177,7 @@ def extend(
         head_cache = []
         if spec.draft_head is not None:
             head = DraftHead(spec.model, weights["draft_head"])
-            states = take_slots(hidden, sequences.parents)
+            states = gather_tokens(hidden, sequences.parents)
             embedded = model.lookup(sequences.tokens)
             _, own = head(states, embedded, positions_BT=sequences.depths, ends_BT=sequences.ends)
             head_cache = [own]
@@ -193,7 +188,7 @@ def extend(
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
             cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
             new_rows, new_counts = begin_rows(
-                spec, buckets.verify_width, model, hidden, inputs, block
+                spec, buckets.verify_width, model, hidden, all_rows, drafts, block
             )
             rows = put_rows(rows, new_rows, block.batch_slots)
             return cache, rows, counts + new_counts
@@ -202,7 +197,27 @@ def extend(
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
-    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
+    return cache, rows, counts, count_unfinished(rows)
+
+
+def extend_inputs(shapes: RolloutShapes) -> tuple:
+    """Return the inputs of `extend`."""
+    spec = shapes.spec
+    buckets = shapes.buckets
+    cache, rows = shapes.batch(buckets.sizes[0])
+    none = np.zeros((0, spec.prompt_slots + spec.response_slots), np.int32)
+    no_lens = none[:, 0]
+    texts = pack_texts(buckets, none, no_lens, [no_lens] * buckets.shards, no_lens)
+    return (
+        spec,
+        buckets,
+        shapes.weights,
+        cache,
+        rows,
+        shapes.all_rows,
+        shapes.drafts,
+        abstract.on_host(texts),
+    )
 
 
 def _slots_free_first(done: Array, index: Array) -> Array:
@@ -251,7 +266,8 @@ def begin_rows(
     verify_width: int,
     model: Transformer,
     hidden: Array,
-    inputs: PrefillInputs,
+    all_rows: Rows,
+    drafts: Drafts | None,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
@@ -261,8 +277,7 @@ def begin_rows(
 
     Returns the rows, and draft tokens as `extend` counts them, int32 [2].
     """
-    rows = gather(inputs.all_rows, block.row_ids)
-    drafts = inputs.drafts
+    rows = gather(all_rows, block.row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
@@ -285,7 +300,7 @@ def begin_rows(
         stored = _take_drafts(drafts, block.row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens = _verify(
-            spec, verify_width, rows, stored, draft_len, inputs.log_lenience, policy_after
+            spec, verify_width, rows, stored, draft_len, policy_after
         )
     weigh = None if residual is None else residual.weigh
     new = policy_after(accepted, 1).sample(weigh)
@@ -303,11 +318,9 @@ def begin_rows(
     return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
-def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> TokenColumns:
+def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> Tokens:
     """Return the drafts [b, `slots`] of rows `row_ids` from token `lens` [b] on, then zeros."""
-    stored = TokenColumns(
-        drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
-    )
+    stored = drafts.tokens.only("sampling_logprobs", "top_ids", "top_logprobs")
     own = on_shards(take_own_rows, stored, jnp.maximum(row_ids, 0), like=stored)
 
     def align(x: Array) -> Array:
@@ -321,11 +334,10 @@ def _verify(
     spec: RolloutSpec,
     verify_width: int,
     rows: Rows,
-    stored: TokenColumns,
+    stored: Tokens,
     draft_len: Array,
-    log_lenience: Array,
     policy_after: Callable[[Array, int], TokenDistributions | FusedDistributions],
-) -> tuple[Array, Residual | None, TokenColumns]:
+) -> tuple[Array, Residual | None, Tokens]:
     """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
 
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
@@ -333,7 +345,7 @@ def _verify(
     stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
     int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
     """
-    slots = stored.tokens.shape[1]
+    slots = stored.ids.shape[1]
 
     def draft_at(first: Array | int, count: int) -> DraftTokens:
         positions = (rows.lens + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
@@ -342,7 +354,7 @@ def _verify(
         )
         noise = uniforms(rows.accept_seeds, reshard(positions, "batch", None))
         lens = jnp.clip(draft_len - first, 0, count)
-        return DraftTokens(lens, jax.tree.map(cut, stored), noise, log_lenience)
+        return DraftTokens(lens, jax.tree.map(cut, stored), noise)
 
     def look(first: Array) -> tuple:
         return spec.accept.look(draft_at(first, verify_width), policy_after(first, verify_width))

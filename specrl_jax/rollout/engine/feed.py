@@ -19,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, cache_slots, copy_rows
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
-from specrl_jax.rollout.engine.extend import PrefillInputs, RowBlock, begin_rows
+from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -91,14 +93,15 @@ def pack_fed(
     return fed._replace(blocks=np.int32(np.count_nonzero(fed.windows)))
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
+@functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
 def feed(
     spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    inputs: PrefillInputs,
+    all_rows: Rows,
+    drafts: Drafts | None,
     fed: Fed,
 ) -> tuple[KVCache, Rows, Array, Array]:
     """Return the running batch in which the rows of `fed` have gone on in their slots.
@@ -111,21 +114,41 @@ def feed(
     def run_block(number: Array, state: tuple) -> tuple:
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
-        old_rows = gather(inputs.all_rows, block.row_ids)
-        texts = _texts(old_rows, inputs.drafts, block.row_ids, buckets.slots)
+        old_rows = gather(all_rows, block.row_ids)
+        texts = _texts(old_rows, drafts, block.row_ids, buckets.slots)
         own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
         windows = fed.windows[number]
         own, hidden = _feed_block(
             spec, weights, buckets.feed_width, windows, own, old_rows, texts, starts
         )
         cache = copy_rows(cache, own, block.batch_slots)
-        new_rows, new_counts = begin_rows(spec, buckets.verify_width, model, hidden, inputs, block)
+        new_rows, new_counts = begin_rows(
+            spec, buckets.verify_width, model, hidden, all_rows, drafts, block
+        )
         rows = put_rows(rows, new_rows, block.batch_slots)
         return cache, rows, counts + new_counts
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
-    return cache, rows, counts, count_unfinished(rows, inputs.shard_sizes)
+    return cache, rows, counts, count_unfinished(rows)
+
+
+def feed_inputs(shapes: RolloutShapes, size: int) -> tuple:
+    """Return the inputs of `feed` for a batch of `size` slots."""
+    buckets = shapes.buckets
+    cache, rows = shapes.batch(size)
+    none = np.zeros(0, np.int32)
+    fed = pack_fed(buckets, shapes.num_rows // buckets.shards, none, none, none, none, none)
+    return (
+        shapes.spec,
+        buckets,
+        shapes.weights,
+        cache,
+        rows,
+        shapes.all_rows,
+        shapes.drafts,
+        abstract.on_host(fed),
+    )
 
 
 def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:
@@ -194,10 +217,10 @@ def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:
 
 def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:
     """Return int32 [b, `slots`]: each row's own tokens, then the rest of its draft."""
-    texts = jnp.pad(rows.tokens, ((0, 0), (0, slots)))[:, :slots]
+    texts = jnp.pad(rows.tokens.ids, ((0, 0), (0, slots)))[:, :slots]
     if drafts is None:
         return texts
-    drafted = on_shards(take_own_rows, drafts.tokens, jnp.maximum(row_ids, 0), like=texts)
+    drafted = on_shards(take_own_rows, drafts.tokens.ids, jnp.maximum(row_ids, 0), like=texts)
     drafted = jnp.pad(drafted, ((0, 0), (0, slots)))[:, :slots]
     inside = jnp.arange(slots)[None, :] < rows.lens[:, None]
     return jnp.where(inside, texts, drafted)

@@ -20,13 +20,18 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.engine.all_rows import empty_batch
-from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes, StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import PackedTexts, PrefillInputs, extend, pack_texts
+from specrl_jax.rollout.engine.all_rows import (
+    RowStarts,
+    cut_drafts,
+    empty_batch,
+    start_rows,
+    write_held,
+)
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
+from specrl_jax.rollout.engine.extend import PackedTexts, extend, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import (
     PADDING,
     Rows,
@@ -36,50 +41,6 @@ from specrl_jax.rollout.rows import (
     scatter,
 )
 from specrl_jax.sharding import put, shards
-from specrl_jax.types import Drafts, Prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class Requests:
-    """Rows of a rollout, B, as they begin, and their drafts; G consecutive rows share a prompt.
-
-    Each shard holds B / shards consecutive rows: first rows to train on, equally many on every
-    shard, then run-ahead rows, which only use idle slots.
-    """
-
-    prompts: Prompts  # [B / G]
-    noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
-    num_train_rows: int  # rows to train on
-    partial_lens: np.ndarray  # int32 [B], tokens that rows hold now; every turn adds to them
-    done: np.ndarray  # bool [B], rows that need no more tokens
-    draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
-    draft_lens: np.ndarray  # int32 [B], draft tokens that rows have, or had when they began
-    drafts: Drafts | None = None  # [B], for the acceptance rule to verify
-    log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
-    history: DraftHistory | None = None  # of the prompts, for the draft source
-    begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
-    stop_after_done: int = 0  # finished groups, fillers too, at which a rollout may end; 0: all
-
-    @property
-    def group_size(self) -> int:
-        """G, rows of a prompt."""
-        return self.noise_steps.shape[1]
-
-    @property
-    def shard_rows(self) -> int:
-        """Rows of a shard."""
-        return len(self.done) // shards("batch")
-
-    @property
-    def shard_sizes(self) -> ShardSizes:
-        """Rows of a shard, those to train on and all, as the programs read them."""
-        train_rows = self.num_train_rows // shards("batch")
-        return ShardSizes(np.int32(train_rows), np.int32(self.shard_rows))
-
-    def trained(self, row_ids: np.ndarray) -> np.ndarray:
-        """Mark those of the rows int [n] that are to train on, bool [n]; padding is not."""
-        inside = (row_ids >= 0) & (row_ids < len(self.done))
-        return inside & (row_ids % self.shard_rows < self.shard_sizes.train_rows)
 
 
 @dataclasses.dataclass
@@ -124,24 +85,53 @@ class Stats:
         return values
 
 
-@dataclasses.dataclass
 class Runner:
-    """Rows of one rollout, those of them that run, and the cost so far."""
+    """Rows of one rollout, those of them that run, and the cost so far.
 
-    spec: RolloutSpec
-    buckets: Buckets
-    weights: Params
-    all_rows: Rows
-    requests: Requests
-    stats: Stats = dataclasses.field(default_factory=Stats)
+    Shards hold equally many rows, B / shards consecutive ones each.
+    """
 
-    def __post_init__(self):
+    def __init__(self, spec: RolloutSpec, weights: Params, requests: Requests):
+        """Start all rows; none has begun.
+
+        Raises ValueError if the shards would not have equally many groups.
+        """
+        groups = len(requests.prompts.lens)
+        if groups % shards("batch"):
+            raise ValueError(
+                "a rollout's prompts must be divisible by mesh.data x mesh.fsdp = "
+                f"{shards('batch')}, got {groups}; set rollout.prompts_per_step"
+            )
+        self.spec = spec
+        self.weights = weights
+        self.requests = requests
+        self.stats = Stats()
+        starts = RowStarts.of(spec, requests)
+        noise = requests.noise
+        self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
+        self.idle = starts.idle  # bool [B], rows that nobody waits for
+        self.finished = starts.done.copy()  # kept up to date where a rollout may end early
+        # What rows hold and draft now, int32 [B] each: their tokens; the response length up to
+        # which their drafts are verified; and the draft tokens that they were given.
+        self.lens = np.zeros(len(self.idle), np.int32)
+        self.draft_ends = self.lens
+        self.draft_lens = self.lens
+        self.drafts = requests.drafts
+        if requests.held is not None:
+            self.all_rows = write_held(self.all_rows, requests.held)
+            self.lens = hosts.fetch(requests.held.lens)
+        if self.drafts is not None:
+            lens = self.drafts.lens
+            ends, self.draft_ends = hosts.fetch((lens, cut_drafts(spec, self.all_rows, lens)))
+            self.draft_lens = np.maximum(ends - self.lens, 0)
+        self.buckets = spec.buckets(int(np.count_nonzero(~self.idle)))
+        self.shard_rows = len(self.idle) // self.buckets.shards
         self.size = self.buckets.sizes[0]  # slots of the batch
         batch = empty_batch(self.spec, self.all_rows, size=self.size, slots=self.buckets.slots)
         self.cache: KVCache = batch[0]
         self.rows: Rows = batch[1]
-        # Unfinished rows of the batch, [shards]: those to train on, and all.
-        self.unfinished_train = np.zeros(self.buckets.shards, int)
+        # Unfinished rows of the batch, [shards]: without idle ones, and all.
+        self.unfinished_awaited = np.zeros(self.buckets.shards, int)
         self.unfinished_all = np.zeros(self.buckets.shards, int)
         # Unfinished rows when `all_rows` last had every finished one. If fewer are unfinished now,
         # some have finished and are not in `all_rows`.
@@ -149,23 +139,21 @@ class Runner:
         self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
-        self.draft_state_stale = bool(self.requests.partial_lens.any())
-        self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
+        self.draft_state_stale = bool(self.lens.any())
 
     # Rows begin -----------------------------------------------------------------------------------
 
     def _join_texts(self) -> np.ndarray:
         """Return int32 [B, P + R]: each row's prompt, then its own tokens, then the rest of its
         draft."""
-        requests = self.requests
-        prompts = requests.prompts
-        group_size = requests.group_size
-        tokens = np.zeros((len(requests.done), self.spec.response_slots), np.int32)
-        if requests.drafts is not None and requests.draft_ends.any():
-            tokens = hosts.fetch(requests.drafts.tokens)
-        if requests.partial_lens.any():
-            own_tokens = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
-            inside = np.arange(tokens.shape[1]) < requests.partial_lens[:, None]
+        prompts = self.requests.prompts
+        group_size = self.spec.group_size
+        tokens = np.zeros((len(self.lens), self.spec.response_slots), np.int32)
+        if self.drafts is not None and self.draft_ends.any():
+            tokens = hosts.fetch(self.drafts.tokens.ids)
+        if self.lens.any():
+            own_tokens = hosts.fetch(self.all_rows.tokens.ids)[:, : tokens.shape[1]]
+            inside = np.arange(tokens.shape[1]) < self.lens[:, None]
             tokens = np.where(inside, own_tokens, tokens)
         padded = np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1])))
         texts = np.repeat(padded, group_size, axis=0)
@@ -176,18 +164,17 @@ class Runner:
     def admit(self, row_ids: list[np.ndarray]) -> None:
         """Admit rows. row_ids: one int array per shard."""
         self.write_back_finished()
-        requests = self.requests
         if self._texts is None:
             self._texts = self._join_texts()
         every = np.concatenate(row_ids)
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(every)
-        prompt_lens = requests.prompts.lens[every // requests.group_size]
+        prompt_lens = self.requests.prompts.lens[every // self.spec.group_size]
         texts = pack_texts(
             self.buckets,
             self._texts[every],
-            prompt_lens + np.maximum(requests.partial_lens, requests.draft_ends)[every],
-            [rows % requests.shard_rows for rows in row_ids],
-            requests.draft_ends[every],
+            prompt_lens + np.maximum(self.lens, self.draft_ends)[every],
+            [rows % self.shard_rows for rows in row_ids],
+            self.draft_ends[every],
         )
         self._run_prefill(extend, texts)
         self.stats.extended_tokens += int(texts.count) * texts.sequences.tokens[0].size
@@ -195,7 +182,7 @@ class Runner:
     def slots_of_rows(self) -> np.ndarray:
         """Return each row's slot of the batch, int [B]; -1: it has none."""
         index = hosts.fetch(self.rows.index)
-        slots = np.full(len(self.requests.done), -1)
+        slots = np.full(len(self.lens), -1)
         inside = np.flatnonzero(index != PADDING)
         slots[index[inside]] = inside
         return slots
@@ -205,16 +192,15 @@ class Runner:
 
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
-        requests = self.requests
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(row_ids)
         fed = pack_fed(
             self.buckets,
-            requests.shard_rows,
+            self.shard_rows,
             row_ids,
             slots % (self.size // self.buckets.shards),
             starts,
-            requests.partial_lens[row_ids],
-            requests.draft_ends[row_ids],
+            self.lens[row_ids],
+            self.draft_ends[row_ids],
         )
         self._run_prefill(feed, fed)
         fed_at_once = self.buckets.block_rows * self.buckets.shards * self.buckets.feed_width
@@ -223,20 +209,14 @@ class Runner:
     def _run_prefill(self, program: Callable, packed: PackedTexts | Fed) -> None:
         """Run `extend` or `feed`, and note its cost."""
         start = time.perf_counter()
-        requests = self.requests
-        inputs = PrefillInputs(
-            self.all_rows,
-            requests.drafts,
-            np.float32(requests.log_lenience),
-            requests.shard_sizes,
-        )
         self.cache, self.rows, counts, unfinished = program(
             self.spec,
             self.buckets,
             self.weights,
             self.cache,
             self.rows,
-            inputs,
+            self.all_rows,
+            self.drafts,
             packed,
         )
         verified, accepted = self._fetch_counts(counts, unfinished).tolist()
@@ -246,10 +226,6 @@ class Runner:
         self.stats.accepted_tokens += accepted
 
     # Rows decode ----------------------------------------------------------------------------------
-
-    def stop_condition(self, **bounds: Any) -> StopCondition:
-        """Return the condition of `bounds`, as in `StopCondition.of`."""
-        return StopCondition.of(self.requests.shard_sizes, **bounds)
 
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Run decode steps of one width.
@@ -276,13 +252,13 @@ class Runner:
         return steps, histogram
 
     def _fetch_counts(self, counts: Any, unfinished: Any) -> Any:
-        """Fetch a program's counts; update `unfinished_train`, `unfinished_all` and `finished`."""
-        done = (self.rows.index, self.rows.done) if self.requests.stop_after_done else None
+        """Fetch a program's counts; update the numbers of unfinished rows, and `finished`."""
+        done = (self.rows.index, self.rows.done) if self.requests.enough_groups else None
         counts, unfinished, done = hosts.fetch((counts, unfinished, done))
-        self.unfinished_train, self.unfinished_all = unfinished.T
+        self.unfinished_awaited, self.unfinished_all = unfinished.T
         if done is not None:
             index, done = done
-            self.finished[index[done & self.requests.trained(index)]] = True
+            self.finished[index[done & (index != PADDING)]] = True
         return counts
 
     def _synced_draft_state(self) -> Any:
@@ -293,26 +269,26 @@ class Runner:
         source = self.spec.draft_source
         if source is None:
             return None
-        requests = self.requests
+        group_size = self.spec.group_size
         if self.draft_state is None:
-            history = requests.history
+            prompts = self.requests.prompts
+            history = self.requests.history
             if history is None:
-                lens = np.zeros((len(requests.prompts.lens), 0, requests.group_size), np.int32)
+                lens = np.zeros((len(prompts.lens), 0, group_size), np.int32)
                 tokens = np.zeros((*lens.shape, self.spec.response_slots), np.int32)
                 history = put(tokens, *(None,) * 4), put(lens, *(None,) * 3)
-            self.draft_state = source.init(requests.prompts, history, requests.group_size)
+            self.draft_state = source.init(prompts, history, group_size)
         if self.draft_state_stale:
             self.write_back()
             rows = self.all_rows
-            self.draft_state = source.sync(self.draft_state, rows.tokens, rows.lens)
+            self.draft_state = source.sync(self.draft_state, rows.tokens.ids, rows.lens)
             self.draft_state_stale = False
         return self.draft_state
 
     # Rows move ------------------------------------------------------------------------------------
 
-    def renew(self, requests: Requests, over: np.ndarray) -> None:
-        """Take over new requests; rows that are over, bool [B], lose their slots."""
-        self.requests = requests
+    def free(self, over: np.ndarray) -> None:
+        """Free the slots of rows that are over, bool [B]; the others hold or draft other tokens."""
         self._texts = None
         self.rows = release(self.rows, put(over, "batch"))
 

@@ -1,8 +1,10 @@
 """Setup that stays the same from rollout to rollout."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +20,9 @@ from specrl_jax.sharding import shards
 def acceptance_rule(config) -> AcceptanceRule:
     """Return the rule of a config; MATCH where no previous response is verified."""
     previous = DRAFT_SOURCES[config.rollout.draft].verifies_previous
-    return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
+    return (
+        ACCEPTANCE_RULES[config.rollout.accept].of(config.rollout.lenience) if previous else MATCH
+    )
 
 
 def noise_visits(config) -> int:
@@ -30,18 +34,33 @@ def noise_visits(config) -> int:
     return config.rollout.noise_epochs if acceptance_rule(config).samples_anew else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Forks:
-    """How a group grows from few rows (`rollout.forks`)."""
-
-    segment: int  # tokens between two boundaries, at which rows fork
-    roots: int  # rows that begin at the prompt
-    branches: int  # continuations of a row at a boundary
-
-
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["accept"],
+    meta_fields=[
+        "model",
+        "sampling",
+        "eos_ids",
+        "pad_id",
+        "prompt_slots",
+        "response_slots",
+        "group_size",
+        "draft_source",
+        "draft_head",
+        "stored_logprobs",
+        "max_width",
+        "row_buckets",
+        "max_rows",
+        "stop",
+        "turns",
+    ],
+)
 @dataclasses.dataclass(frozen=True)
 class RolloutSpec:
-    """Settings that stay the same from rollout to rollout; hashable, fixed in its programs."""
+    """Settings that stay the same from rollout to rollout.
+
+    A pytree whose only leaves are the rule's numbers; all the rest is fixed in the programs.
+    """
 
     model: ModelConfig
     sampling: SamplingConfig
@@ -58,9 +77,7 @@ class RolloutSpec:
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # number of batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
-    refresh: float = 0.0  # share of the drafts that are left out
     stop: StopStrings | None = None  # texts that end a turn too
-    forks: Forks | None = None  # None: all rows of a group begin at the prompt
     turns: bool = False  # whether rows go on after their environment has answered
 
     @property
@@ -106,14 +123,12 @@ class RolloutSpec:
             max_width=settings.max_width if drafts.proposes else 1,
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
-            refresh=settings.draft_refresh,
             stop=stop,
-            forks=Forks(**settings.fork) if settings.fork.segment else None,
             turns=bool(config.environment.name),
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """Return the rollout of `samples` responses per prompt: no drafts, no forks.
+        """Return the rollout of `samples` responses per prompt: no drafts.
 
         Top-k and top-p are those of training.
         """
@@ -126,7 +141,6 @@ class RolloutSpec:
             draft_head=None,
             stored_logprobs=0,
             max_width=1,
-            forks=None,
             row_buckets=min(self.row_buckets, 2),  # evaluation is rare: few programs are enough
         )
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.sharding import put
 from specrl_jax.types import StatePart
@@ -154,7 +155,7 @@ def time_steps(runner: Runner) -> dict[tuple[int, int], float]:
     runner.rows = dataclasses.replace(
         runner.rows, lens=put(half, "batch"), done=put(unfinished, "batch")
     )
-    stop = runner.stop_condition(max_steps=TIMED_STEPS, max_unfinished=-1, max_left=-1)
+    stop = StopCondition.of(max_steps=TIMED_STEPS, max_unfinished=-1, max_left=-1)
     seconds = {}
     for size in runner.buckets.sizes:
         if size < runner.size:

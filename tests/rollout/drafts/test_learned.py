@@ -11,9 +11,7 @@ from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, mat
 
 from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.engine.all_rows import start_all_rows
-from specrl_jax.rollout.generate import NoiseKey
-from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
+from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
 MODEL = ref.ONE_LAYER
@@ -68,7 +66,7 @@ def test_a_head_changes_no_token(base, make_mesh, case):
         drafts = ref.as_drafts(old)
         for inputs in ({}, {"drafts": drafts}):
             if spec.draft_source:
-                inputs["history"] = history_of(spec, old.tokens, old.lens)
+                inputs["history"] = history_of(spec, old.tokens.ids, old.lens)
             got, stats = run(spec, weights, prompts, 1, **inputs)
             check_equal(got, plain, but=("sources", "prefix_lens"))
             assert stats.drafted_tokens > 0
@@ -89,7 +87,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         for row, text in enumerate(texts):
             end = lens[row] + plain.lens[row]
             text[: lens[row]] = prompts.tokens[row // group][: lens[row]]
-            text[lens[row] : end] = plain.tokens[row][: plain.lens[row]]
+            text[lens[row] : end] = plain.tokens.ids[row][: plain.lens[row]]
         params = ref.policy(0.0, MODEL)[0]
         model = Transformer(MODEL, params)
         tokens = put(texts, "batch", None)
@@ -102,7 +100,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
             before, model.lookup(tokens), positions_BT=slots
         )
         # The guess at a slot is for the token of the next one.
-        seeds = start_all_rows(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1)).seeds
+        seeds = ref.start(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1)).seeds
         positions = put(np.arange(texts.shape[1])[None] + 1 - lens[:, None], "batch", None)
         logits = truncate(temper(model.logits(guessing), SAMPLING), SAMPLING)
         guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])

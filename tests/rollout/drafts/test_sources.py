@@ -71,7 +71,7 @@ def test_a_new_source_changes_no_token_and_saves_steps(make_mesh, source):
         plain, steps = ref.run(spec, weights, prompts)
         rollout, stats = ref.run(drafted, weights, prompts)
     ref.check_equal(rollout, plain, but=("sources",))
-    assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED) > 20
+    assert stats.drafted_tokens == np.sum(np.asarray(rollout.tokens.sources) == Source.DRAFTED) > 20
     assert stats.decode_steps <= steps.decode_steps
 
 

@@ -1,23 +1,26 @@
 """The draft store against a plain dictionary of lists."""
 
 import copy
-import dataclasses
 import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
+from rollout_reference import fields_of
 
-from specrl_jax.compile.shapes import abstract
+from specrl_jax import abstract
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Example, Prompts, Rollout
+from specrl_jax.types import Example, Prompts, Rollout, Tokens
 
 R = 5
 MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2)]
-FIELDS = [f.name for f in dataclasses.fields(Drafts)]
+FIELDS = (
+    "ids", "lens", "sampling_logprobs", "origin_logprobs", "origin_steps",
+    "top_ids", "top_logprobs",
+)  # fmt: skip
 
 
 def make_prompts(names) -> Prompts:
@@ -34,10 +37,9 @@ def make_rollout(rng, rows: int, k: int = 0, slots: int = R) -> Rollout:
     top_ids = rng.integers(0, 99, (rows, slots, k), dtype=np.int32)
     top_logprobs = rng.normal(size=(rows, slots, k)).astype(np.float32)
     ints = rng.integers(0, 99, (2, rows, slots), dtype=np.int32)
-    return Rollout(
-        tokens=put(ints[0], "batch", None),
-        lens=put(rng.integers(1, slots + 1, rows, dtype=np.int32), "batch"),
-        prefix_lens=put(np.zeros(rows, np.int32), "batch"),
+    lens = put(rng.integers(1, slots + 1, rows, dtype=np.int32), "batch")
+    tokens = Tokens(
+        ids=put(ints[0], "batch", None),
         policy_logprobs=put(floats[0], "batch", None),
         sampling_logprobs=put(floats[1], "batch", None),
         origin_logprobs=put(floats[2], "batch", None),
@@ -46,6 +48,7 @@ def make_rollout(rng, rows: int, k: int = 0, slots: int = R) -> Rollout:
         top_ids=put(top_ids, "batch", None, None) if k else None,
         top_logprobs=put(top_logprobs, "batch", None, None) if k else None,
     )
+    return Rollout(tokens, lens, prefix_lens=put(np.zeros(rows, np.int32), "batch"))
 
 
 class Shelf:
@@ -60,7 +63,7 @@ class Shelf:
         before = {name: self.rows.pop(name, {}) for name in names}
         while len(self.rows) + len(names) > self.capacity:
             del self.rows[next(iter(self.rows))]
-        host = {f: np.asarray(x) for f in FIELDS if (x := getattr(rollout, f)) is not None}
+        host = {f: np.asarray(x) for f, x in fields_of(rollout).items() if f in FIELDS}
         for i, name in enumerate(names):
             for g in range(self.samples):
                 response = {f: x[i * self.samples + g] for f, x in host.items()}
@@ -78,7 +81,7 @@ class Shelf:
 
 def check_drafts(drafts, shelf, names, age, step) -> int:
     """Compare every field of every row; returns the number of rows that have a draft."""
-    drafts = {f: np.asarray(x) for f in FIELDS if (x := getattr(drafts, f)) is not None}
+    drafts = {f: np.asarray(x) for f, x in fields_of(drafts).items()}
     assert drafts["lens"].shape == (len(names) * shelf.samples,)
     count = 0
     for row, (name, g) in enumerate(itertools.product(names, range(shelf.samples))):
@@ -102,8 +105,8 @@ def check_history(history, shelf, names, step) -> int:
     ages = range(1, shelf.history + 1)
     for row, name in enumerate(names):
         for age, g in itertools.product(ages, range(shelf.samples)):
-            expected = shelf.get(name, g, age, step) or {"tokens": 0, "lens": 0}
-            np.testing.assert_array_equal(tokens[row, age - 1, g], expected["tokens"])
+            expected = shelf.get(name, g, age, step) or {"ids": 0, "lens": 0}
+            np.testing.assert_array_equal(tokens[row, age - 1, g], expected["ids"])
             assert lens[row, age - 1, g] == expected["lens"]
     return np.count_nonzero(lens)
 
@@ -165,9 +168,9 @@ def test_the_arrays_are_split_over_the_prompts(make_mesh):
     with jax.set_mesh(make_mesh(2, 2, 2)):
         shape = StoreShape(65, 2, R, history=2, k=4)
         arrays = DraftStore(shape).arrays()
-        shapes = abstract(shape.empty)
-        assert arrays.tokens.shape == (2, 128, 2, R)
-        assert arrays.top_ids.shape == (1, 128, 2, R, 4)
+        shapes = abstract.result(shape.empty)
+        assert arrays.tokens.ids.shape == (2, 128, 2, R)
+        assert arrays.tokens.top_ids.shape == (1, 128, 2, R, 4)
         for array, like in zip(*map(jax.tree.leaves, (arrays, shapes)), strict=True):
             split = jax.P(None, ("data", "fsdp"), *(None,) * (array.ndim - 2))
             assert array.sharding.spec == split
@@ -208,21 +211,6 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, make_mesh):
                 store_both(other, saved, names, rng, step)
             assert list(dict(other.host()["slots"])) == list(saved.rows)
             assert check(other, saved, "efghijkl", step=5) == 12
-
-
-def test_a_store_knows_whose_newest_responses_were_stuck(mesh):
-    rng, store = np.random.default_rng(7), DraftStore(StoreShape(3, 2, R))
-
-    def put(names, marks, step):
-        rollout = make_rollout(rng, 2 * len(names))
-        store.put(make_prompts(names), rollout, step=step, stuck=np.array(marks))
-
-    put("abc", [True, False, True], 1)
-    assert store.stuck(make_prompts("cbax")).tolist() == [True, False, True, False]
-    put("ab", [False, True], 2)
-    other = DraftStore(StoreShape(3, 2, R))
-    other.restore(json.loads(json.dumps(store.host())), store.arrays())
-    assert other.stuck(make_prompts("abc")).tolist() == [False, True, True]
 
 
 def test_a_store_of_another_owner_or_shape_is_refused(mesh):

@@ -9,14 +9,13 @@ import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import keys_and_values
 from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.engine.all_rows import empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.decode import (
-    ShardSizes,
     StopCondition,
     count_unfinished,
     decode_steps,
 )
-from specrl_jax.rollout.engine.extend import PrefillInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import extend, pack_texts
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
@@ -31,18 +30,17 @@ def make_spec(model=ref.ONE_LAYER, eos=(4, 3), tree=ref.TREE):
     )
 
 
-def begin(spec, weights, prompts, max_lens=None):
+def begin(spec, weights, prompts, max_lens=None, idle=None):
     """The cache and the rows, each with its prompt and one token."""
     count = len(prompts.lens)
     noise = NoiseKey(jax.random.key(0), 0)
-    all_rows = start_all_rows(spec, prompts, noise, max_lens)
+    all_rows = ref.start(spec, prompts, noise, max_lens=max_lens, idle=idle)
     buckets = spec.buckets(count)
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
     packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
-    inputs = PrefillInputs(all_rows, None, np.float32(0), ShardSizes(count, count))
-    return extend(spec, buckets, weights, cache, rows, inputs, packed)[:2]
+    return extend(spec, buckets, weights, cache, rows, all_rows, None, packed)[:2]
 
 
 def index_of(tokens, lens):
@@ -53,16 +51,15 @@ def index_of(tokens, lens):
     return suffix_match.build(stored, lens, ones, live=1, depth=depth)
 
 
-def steps(spec, weights, cache, rows, width, *, stored=None, sizes=None, **bounds):
+def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     """Return cache, rows, counts and unfinished rows after decode steps; the last two on the host.
 
-    stored: tokens and lens of the draft source's responses. sizes: `ShardSizes`; None: of one
-    shard, all of whose rows are to train on.
+    stored: tokens and lens of the draft source's responses.
     """
     state = None
     if stored is not None:
-        state = suffix_match.sync(index_of(*stored), rows.tokens, rows.lens)
-    stop = StopCondition.of(sizes or ShardSizes(len(rows.lens), len(rows.lens)), **bounds)
+        state = suffix_match.sync(index_of(*stored), rows.tokens.ids, rows.lens)
+    stop = StopCondition.of(**bounds)
     cache, rows, _, made, counts, numbers = decode_steps(
         spec, weights, cache, rows, state, stop, width=width
     )
@@ -71,10 +68,10 @@ def steps(spec, weights, cache, rows, width, *, stored=None, sizes=None, **bound
     return cache, rows, counts, np.asarray(numbers).tolist()
 
 
-def texts_of(rows, name="tokens") -> list[list[int]]:
+def texts_of(rows, name="ids") -> list[list[int]]:
     """The rows' tokens, or their sources, up to their ends."""
     rows = ref.host(rows)
-    return [values[:n].tolist() for values, n in zip(getattr(rows, name), rows.lens)]
+    return [values[:n].tolist() for values, n in zip(getattr(rows.tokens, name), rows.lens)]
 
 
 # By hand, on a policy that counts: after token x comes x + 1
@@ -157,9 +154,9 @@ def check_rows(rows, other, which=slice(None)):
     got, other = ref.host(rows), ref.host(other)
     for name in ("lens", "done", "last"):
         np.testing.assert_array_equal(getattr(got, name)[which], getattr(other, name)[which])
-    inside = np.arange(got.tokens.shape[1])[None, :] < got.lens[which][:, None]
-    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
-        mine, theirs = getattr(got, name)[which][inside], getattr(other, name)[which][inside]
+    inside = np.arange(got.tokens.ids.shape[1])[None, :] < got.lens[which][:, None]
+    for name in ("ids", "policy_logprobs", "sampling_logprobs"):
+        mine, theirs = (getattr(x.tokens, name)[which][inside] for x in (got, other))
         np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 
@@ -183,23 +180,21 @@ def test_steps_stop_at_their_condition_and_go_on_from_there(start):
         _, rows, counts, ((_, unfinished),) = steps(spec, weights, *begun, 1, **{bound: stop})
         assert unfinished <= stop
         assert np.sum(lens > int(counts.steps)) > stop  # not so a step earlier
-    assert np.asarray(count_unfinished(rows, ShardSizes(B, B))).tolist() == [
-        [unfinished, unfinished]
-    ]
+    assert np.asarray(count_unfinished(rows)).tolist() == [[unfinished, unfinished]]
     cache, rows = begin(spec, weights, prompts)
     for bounds in ({"max_steps": 1}, {"max_unfinished": left - 1}, {}):
         cache, rows, *_ = steps(spec, weights, cache, rows, 1, **bounds)
     check_rows(rows, expected)
 
 
-def test_only_rows_to_train_on_keep_the_steps_going(start):
+def test_idle_rows_do_not_keep_the_steps_going(start):
     weights, prompts = start
     spec = make_spec()
     max_lens = np.array([3] * 3 + [R] * 5)
     expected = steps(spec, weights, *begin(spec, weights, prompts, max_lens), 1)[1]
     lens = ref.host(expected).lens
-    cache, rows = begin(spec, weights, prompts, max_lens)
-    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, sizes=ShardSizes(3, B))
+    cache, rows = begin(spec, weights, prompts, max_lens, idle=np.arange(B) >= 3)
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1)
     most = lens[:3].max()
     assert counts.steps == most - 1 < R - 1
     assert numbers == [[0, np.sum(lens > most)]]
@@ -208,15 +203,15 @@ def test_only_rows_to_train_on_keep_the_steps_going(start):
 
 
 def test_each_shard_counts_its_own_rows(make_mesh):
-    """Two shards of four rows; of each the first three are to train on."""
+    """Two shards of four rows; of each the last one is idle."""
     with jax.set_mesh(make_mesh(2, 1, 1)):
         weights = ref.policy(model=ref.ONE_LAYER)[1]
         spec = make_spec(eos=(16,))
         max_lens = np.array([2, 2, 3, 5, 3, 4, 6, 2])
         prompts = ref.random_prompts(B, P)
-        sizes = ShardSizes(3, 4)
-        begun = begin(spec, weights, prompts, max_lens)
-        _, _, counts, numbers = steps(spec, weights, *begun, 1, sizes=sizes, max_steps=2)
+        idle = np.arange(B) % 4 == 3
+        begun = begin(spec, weights, prompts, max_lens, idle)
+        _, _, counts, numbers = steps(spec, weights, *begun, 1, max_steps=2)
         assert numbers == [[0, 1], [2, 2]]
         # One shard may be refilled, or all may be smaller.
         for bounds, expected in (
@@ -226,6 +221,6 @@ def test_each_shard_counts_its_own_rows(make_mesh):
             ({"max_left": 2}, (2, [[0, 1], [2, 2]])),
             ({}, (5, [[0, 0], [0, 0]])),
         ):
-            begun = begin(spec, weights, prompts, max_lens)
-            _, _, counts, numbers = steps(spec, weights, *begun, 1, sizes=sizes, **bounds)
+            begun = begin(spec, weights, prompts, max_lens, idle)
+            _, _, counts, numbers = steps(spec, weights, *begun, 1, **bounds)
             assert (int(counts.steps), numbers) == expected

@@ -15,10 +15,8 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import ShardSizes
-from specrl_jax.rollout.engine.extend import PrefillInputs, extend, pack_texts
+from specrl_jax.rollout.engine.extend import extend, pack_texts
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -100,7 +98,7 @@ class Case:
         """Each row's prompt and draft, or what it holds, [B, P + R]."""
         texts = np.pad(np.repeat(PROMPTS.tokens, G, axis=0), ((0, 0), (0, R)))
         columns = self.rows.prompt_lens[:, None] + np.arange(R)
-        np.put_along_axis(texts, columns, np.asarray(self.drafts.tokens), axis=1)
+        np.put_along_axis(texts, columns, np.asarray(self.drafts.tokens.ids), axis=1)
         return texts
 
     @property
@@ -121,7 +119,7 @@ def old_drafts(make_mesh):
         spec = ref.make_spec(ref.ONE_LAYER, sampling=sampling, eos=EOS, **options)
         with jax.set_mesh(make_mesh(1, 1, 1)):
             weights = ref.policy(nudge, ref.ONE_LAYER)[1]
-            return ref.host(Drafts.of(ref.run(spec, weights, PROMPTS, STEP)[0]))
+            return ref.host(ref.as_drafts(ref.run(spec, weights, PROMPTS, STEP)[0]))
 
     return sample
 
@@ -130,13 +128,13 @@ def drafts_for(accept: str, sampling, old_drafts) -> Drafts:
     drafts = old_drafts(0.0 if accept == "match" else 0.05, sampling)
     if ACCEPTANCE_RULES[accept].needs_distribution:
         return drafts
-    return dataclasses.replace(drafts, top_ids=None, top_logprobs=None)
+    return ref.with_tokens(drafts, top_ids=None, top_logprobs=None)
 
 
 def make_case(accept: str, sampling, old_drafts) -> Case:
     """Half of the rows begin: some hold tokens, drafts have 0 to R tokens, right and wrong ones."""
     drafts = drafts_for(accept, sampling, old_drafts)
-    stored = 0 if drafts.top_ids is None else K
+    stored = 0 if drafts.tokens.top_ids is None else K
     options = {"accept": accept, "sampling": sampling, "eos": EOS, **ref.ONE_BUCKET}
     spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=BATCH_SLOTS, **options)
     rng = np.random.default_rng(4)
@@ -146,25 +144,29 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     wrong = np.where(every % 10 == 0, begun, R)
     if accept == "match":  # else all others would be right
         wrong = np.minimum(wrong, rng.integers(begun, R + 4))
-    tokens = drafts.tokens.copy()
-    logprobs = drafts.sampling_logprobs.copy()
+    tokens = drafts.tokens.ids.copy()
+    logprobs = drafts.tokens.sampling_logprobs.copy()
     for row in np.flatnonzero(wrong < R):
         tokens[row, wrong[row]] = (tokens[row, wrong[row]] + 5) % 16
         logprobs[row, wrong[row]] = 0
-    drafts = dataclasses.replace(drafts, tokens=tokens, sampling_logprobs=logprobs)
+    drafts = ref.with_tokens(drafts, ids=tokens, sampling_logprobs=logprobs)
     ends = np.where(every % 6 == 4, 0, drafts.lens)
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(spec, PROMPTS, noise, max_lens))
-    inside = np.arange(rows.tokens.shape[1]) < begun[:, None]
-    margin = ((0, 0), (0, rows.tokens.shape[1] - R))
+    idle = every % (B // shards("batch")) >= B // shards("batch") // 2
+    rows = ref.host(ref.start(spec, PROMPTS, noise, max_lens=max_lens, idle=idle))
+    inside = np.arange(rows.tokens.ids.shape[1]) < begun[:, None]
+    margin = ((0, 0), (0, rows.tokens.ids.shape[1] - R))
     rows = dataclasses.replace(
         rows,
         lens=begun,
         prefix_lens=begun // 2,
-        last=np.where(begun > 0, drafts.tokens[every, begun - 1], rows.last),
-        tokens=np.where(inside, np.pad(drafts.tokens, margin), rows.tokens),
+        last=np.where(begun > 0, drafts.tokens.ids[every, begun - 1], rows.last),
+    )
+    rows = ref.with_tokens(
+        rows,
+        ids=np.where(inside, np.pad(drafts.tokens.ids, margin), rows.tokens.ids),
         policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
         sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
     )
@@ -222,8 +224,8 @@ def verify_block(case: Case, row: int, noise, tokens, new, old, sampled) -> tupl
     """
     begun = case.rows.lens[row]
     n = len(tokens)
-    ids = case.drafts.top_ids[row, begun : begun + n]
-    old_top = case.drafts.top_logprobs[row, begun : begun + n]
+    ids = case.drafts.tokens.top_ids[row, begun : begun + n]
+    old_top = case.drafts.tokens.top_logprobs[row, begun : begun + n]
     now_top = np.take_along_axis(sampled[:n], ids, axis=1)
     listed = (tokens[:, None] == ids).any(axis=1)
     kept, tail, scale, _ = block_by_hand(noise[:n], new[:n], old[:n], now_top, old_top, listed)
@@ -249,9 +251,9 @@ def expect(case: Case, params) -> tuple:
     for row in np.concatenate(case.begins):
         begun = rows.lens[row]
         draft = slice(begun, max(case.draft_ends[row], begun))
-        tokens = case.drafts.tokens[row, draft]
-        new = sampled[row, begun:R][np.arange(R - begun), case.drafts.tokens[row, begun:]]
-        old = case.drafts.sampling_logprobs[row, begun:]
+        tokens = case.drafts.tokens.ids[row, draft]
+        new = sampled[row, begun:R][np.arange(R - begun), case.drafts.tokens.ids[row, begun:]]
+        old = case.drafts.tokens.sampling_logprobs[row, begun:]
         if rule.samples_anew:
             right = tokens == anew[row, draft]
         elif rule.cuts_draft:
@@ -271,19 +273,19 @@ def expect(case: Case, params) -> tuple:
     for row in np.concatenate(case.begins):
         begun = rows.lens[row]
         kept = accepted[row]
-        new = [*case.drafts.tokens[row, begun : begun + kept], after[row, begun + kept]]
+        new = [*case.drafts.tokens.ids[row, begun : begun + kept], after[row, begun + kept]]
         new = new[: rows.max_lens[row] - begun]
         ends = [token in case.spec.eos_ids for token in new]
         new = new[: [*ends, True].index(True) + 1]
         for offset, token in enumerate(new):
             at = row, begun + offset
-            rows.tokens[at] = rows.last[row] = token
-            rows.policy_logprobs[at] = policy[*at, token]
-            rows.sampling_logprobs[at] = sampled[*at, token]
-            rows.sources[at] = Source.REUSED if offset < kept else Source.SAMPLED
-            if rows.top_ids is not None:
-                rows.top_ids[at] = np.argsort(-sampled[at])[:K]
-                rows.top_logprobs[at] = sampled[at][rows.top_ids[at]]
+            rows.tokens.ids[at] = rows.last[row] = token
+            rows.tokens.policy_logprobs[at] = policy[*at, token]
+            rows.tokens.sampling_logprobs[at] = sampled[*at, token]
+            rows.tokens.sources[at] = Source.REUSED if offset < kept else Source.SAMPLED
+            if rows.tokens.top_ids is not None:
+                rows.tokens.top_ids[at] = np.argsort(-sampled[at])[:K]
+                rows.tokens.top_logprobs[at] = sampled[at][rows.tokens.top_ids[at]]
         rows.lens[row] += len(new)
         rows.prefix_lens[row] += min(kept, len(new))
         rows.done[row] = any(ends[: len(new)]) or rows.lens[row] == rows.max_lens[row]
@@ -309,19 +311,17 @@ def slots_of(case: Case, texts, index: np.ndarray) -> np.ndarray:
 
 def check_rows(rows, expected) -> None:
     """Log-probs up to rounding; all else is the same, up to the responses' ends."""
-    inside = np.arange(rows.tokens.shape[1]) < expected.lens[:, None]
-    for field in dataclasses.fields(rows):
-        mine = getattr(rows, field.name)
-        theirs = getattr(expected, field.name)
-        if mine is None:
-            continue
+    inside = np.arange(rows.tokens.ids.shape[1]) < expected.lens[:, None]
+    wanted = ref.fields_of(expected)
+    for name, mine in ref.fields_of(rows).items():
+        theirs = wanted[name]
         if mine.ndim > 1 and mine.shape[1] == inside.shape[1]:
             mine = mine[inside]
             theirs = theirs[inside]
         if mine.dtype == np.float32:
-            np.testing.assert_allclose(mine, theirs, atol=2e-5, err_msg=field.name)
+            np.testing.assert_allclose(mine, theirs, atol=2e-5, err_msg=name)
         else:
-            np.testing.assert_array_equal(mine, theirs, field.name)
+            np.testing.assert_array_equal(mine, theirs, name)
 
 
 def check_case(case: Case, expected) -> None:
@@ -377,15 +377,10 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        inputs = PrefillInputs(
-            ref.put_rows(case.rows),
-            ref.put_rows(case.drafts),
-            np.float32(LOG_LENIENCE),
-            ShardSizes(B // pieces // 2, B // pieces),
-        )
         cache, rows, got, left = extend(
-            case.spec, case.buckets, weights, before, ref.put_rows(batch), inputs,
-            texts,
+            ref.with_lenience(case.spec, LOG_LENIENCE), case.buckets, weights, before,
+            ref.put_rows(batch),
+            ref.put_rows(case.rows), ref.put_rows(case.drafts), texts,
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
@@ -393,10 +388,9 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
     order = slots_of(case, texts, batch_of(case).index)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
-    for name, values in dataclasses.asdict(rows).items():
-        if values is not None:
-            unchanged = getattr(batch, name)[~begun]
-            np.testing.assert_array_equal(values[~begun], unchanged, name)
+    before = ref.fields_of(batch)
+    for name, values in ref.fields_of(rows).items():
+        np.testing.assert_array_equal(values[~begun], before[name][~begun], name)
     check_rows(jax.tree.map(lambda x: x[begun], rows), jax.tree.map(
         lambda x: x[order[begun]], expected))  # fmt: skip
     inside = np.arange(slots) < case.lens[:, None]
@@ -404,6 +398,5 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         assert (mine[~begun] == 7).all()
         filled = inside[order[begun]]
         np.testing.assert_allclose(mine[begun][filled], theirs[order[begun]][filled], atol=1e-5)
-    trained = rows.index % (B // pieces) < B // pieces // 2
-    unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
+    unfinished = np.stack([~rows.done & ~rows.idle, ~rows.done]).reshape(2, pieces, -1)
     np.testing.assert_array_equal(left, unfinished.sum(axis=2).T)

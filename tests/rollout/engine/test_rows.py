@@ -9,7 +9,7 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout.engine.all_rows import empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.rows import (
     PADDING,
     Rows,
@@ -22,6 +22,7 @@ from specrl_jax.rollout.rows import (
 )
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
+from specrl_jax.types import Tokens
 
 B, C, K = 8, 5, 2
 SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
@@ -44,12 +45,15 @@ def random_rows(size=B, stored=K, seed=3) -> Rows:
         accept_seeds=numbers(size, 2).astype(np.uint32),
         **{name: numbers(size) for name in names},
         done=np.zeros(size, bool),
-        tokens=numbers(size, C),
-        policy_logprobs=reals(size, C),
-        sampling_logprobs=reals(size, C),
-        sources=numbers(size, C).astype(np.int8),
-        top_ids=numbers(size, C, K) if stored else None,
-        top_logprobs=reals(size, C, K) if stored else None,
+        idle=np.zeros(size, bool),
+        tokens=Tokens(
+            ids=numbers(size, C),
+            policy_logprobs=reals(size, C),
+            sampling_logprobs=reals(size, C),
+            sources=numbers(size, C).astype(np.int8),
+            top_ids=numbers(size, C, K) if stored else None,
+            top_logprobs=reals(size, C, K) if stored else None,
+        ),
     )
 
 
@@ -75,18 +79,18 @@ def test_rows_begin_with_prompts_only(mesh):
     prompts = ref.make_prompts([[5, 6, 9], [8]], 3)
     max_lens = np.array([4, 2, 3, 1], np.int32)
     noise = NoiseKey(jax.random.key(0), 0, noise_steps=np.array([[3, 3], [4, 5]]))
-    rows = ref.host(start_all_rows(spec, prompts, noise, max_lens))
+    rows = ref.host(ref.start(spec, prompts, noise, max_lens=max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
     np.testing.assert_array_equal(rows.max_lens, max_lens)
-    whole = ref.host(start_all_rows(spec, prompts, noise))
+    whole = ref.host(ref.start(spec, prompts, noise))
     np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
-    np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
+    np.testing.assert_array_equal(rows.tokens.ids, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
-        assert not getattr(rows, name).any()
+        assert not ref.fields_of(rows)[name].any()
     assert len(np.unique(np.concatenate([rows.seeds, rows.accept_seeds]), axis=0)) == 8
-    assert rows.top_ids.shape == rows.top_logprobs.shape == (4, C, K)
+    assert rows.tokens.top_ids.shape == rows.tokens.top_logprobs.shape == (4, C, K)
 
 
 @SHAPES
@@ -191,4 +195,4 @@ def test_rows_that_are_over_lose_their_slots(make_mesh, shape):
     gone = np.array([False, False, True, True, True, True, False, False])
     np.testing.assert_array_equal(rows.index, np.where(gone, PADDING, order))
     np.testing.assert_array_equal(rows.done, gone)
-    np.testing.assert_array_equal(rows.tokens, batch.tokens)
+    np.testing.assert_array_equal(rows.tokens.ids, batch.tokens.ids)

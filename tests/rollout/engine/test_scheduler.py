@@ -10,7 +10,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
 from scheduler_cases import MAX_LENS, PROMPTS, B, R, make_spec, run_rollout
 
-from specrl_jax.rollout.engine.runner import Requests, Runner
+from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.types import Source
 
@@ -33,19 +33,19 @@ def test_every_response_ends_at_its_longest_length(mesh, rollouts, changes, with
     )
     np.testing.assert_array_equal(np.asarray(rollout.lens), MAX_LENS)
     inside = np.arange(R)[None, :] < MAX_LENS[:, None]
-    for name in ("tokens", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
-        values = np.where(inside, getattr(endless, name), 0)
-        np.testing.assert_allclose(np.asarray(getattr(rollout, name)), values, atol=1e-5)
+    for name in ("ids", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+        values = np.where(inside, getattr(endless.tokens, name), 0)
+        np.testing.assert_allclose(np.asarray(getattr(rollout.tokens, name)), values, atol=1e-5)
     np.testing.assert_array_equal(
         np.asarray(rollout.prefix_lens), MAX_LENS if with_drafts else 0 * MAX_LENS
     )
-    reused = np.asarray(rollout.sources) == Source.REUSED
+    reused = np.asarray(rollout.tokens.sources) == Source.REUSED
     np.testing.assert_array_equal(reused, inside & with_drafts)
 
 
 def test_a_batch_that_fills_no_bucket(mesh, rollouts):
     """Five groups of four rows: slots without a row are not seen."""
-    five = ref.select(PROMPTS, range(5))
+    five = PROMPTS.select(range(5))
     for changes in ({"row_buckets": 3}, {"max_rows": 8}):
         rollout, _ = run_rollout(make_spec(**changes), max_lens=MAX_LENS[:20], prompts=five)
         check_equal(rollout, rollouts.plain, slice(0, 20))
@@ -57,7 +57,7 @@ def test_rows_begin_before_the_last_of_the_others_is_done(mesh, rollouts):
     max_lens = np.tile([R, 1, 1, 1], 8).astype(np.int32)
     rollout, stats = run_rollout(make_spec(max_rows=8, **ONE_BUCKET), max_lens=max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.lens), max_lens)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids)[::4], endless.tokens.ids[::4])
     assert stats.decode_steps <= 2 * (R - 1)
 
 
@@ -119,7 +119,7 @@ def test_the_batch_shrinks_bucket_by_bucket_once_none_waits(mesh, seen, rollouts
         ("decode", 4),
     ]  # fmt: skip
     assert stats.decode_runs == [(32, 1, 1), (4, 1, R - 2)]
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[3], rollouts.endless.tokens[3])
+    np.testing.assert_array_equal(np.asarray(rollout.tokens.ids)[3], rollouts.endless.tokens.ids[3])
     seen.calls.clear()
     run_rollout(make_spec(row_buckets=4, max_rows=16), max_lens=max_lens)
     order = [name for name, _ in seen.calls]
@@ -135,40 +135,37 @@ def test_groups_of_long_drafts_begin_first(mesh, seen, rollouts):
     assert groups == [3, 7, 4, 1, 5, 2, 0, 6]
 
 
-def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, rollouts):
+def test_idle_rows_begin_last_and_end_with_the_others(mesh, seen, rollouts):
     """They take idle slots alone, and the batch does not shrink while one of them waits."""
-    first = ref.select(PROMPTS, range(4))
-    late = ref.select(PROMPTS, range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     spec = make_spec(max_rows=12, row_buckets=2)
-    result = ref.rollout(spec, weights, first, step=1, next_prompts=late)
+    result = ref.rollout(spec, weights, PROMPTS, step=1, idle=np.arange(32) >= 16)
     assert seen.begun[:16] == list(range(16))
     assert seen.begun[16:] == list(range(16, len(seen.begun)))
-    assert set(result.rollout.lens.tolist()) == {R}
-    check_equal(result.rollout, rollouts.endless, slice(0, 16))
-    drafts = ref.host(result.run_ahead.drafts)
-    assert 0 < drafts.lens.sum() < 16 * R
+    lens = np.asarray(result.rollout.lens)
+    assert set(lens[:16]) == {R}
+    first = jax.tree.map(lambda x: x[:16], ref.host(result.rollout))
+    check_equal(first, rollouts.endless, slice(0, 16))
+    assert 0 < lens[16:].sum() < 16 * R
 
 
 # Shards
 
 
-def test_who_waits_by_hand(make_mesh):
-    """4 groups of 2 rows on 2 shards; the last group of each is of the next step. Rows that hold
+def test_who_waits_by_hand():
+    """4 groups of 2 rows on 2 shards; the last group of each is idle. Rows that hold
     tokens come first, those that are done do not wait."""
-    none = np.zeros(8, np.int32)
-    begun = none.copy()
+    begun = np.zeros(8, np.int32)
     begun[[1, 5]] = 3
-    done = none > 0
-    done[4] = True
-    with jax.set_mesh(make_mesh(2, 1, 1)):
-        requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, begun, done, none, none
-        )
-        runner = types.SimpleNamespace(requests=requests, buckets=None)
-        scheduler = Scheduler(runner)
-    assert scheduler.train_queues == [[1, 0], [5]]
-    assert scheduler.run_ahead_queues == [[2, 3], [6, 7]]
+    done = np.arange(8) == 4
+    runner = types.SimpleNamespace(
+        spec=types.SimpleNamespace(group_size=2), requests=types.SimpleNamespace(first=None),
+        buckets=types.SimpleNamespace(shards=2), shard_rows=4, lens=begun,
+        draft_ends=np.zeros(8, np.int32), finished=done, idle=np.arange(8) % 4 >= 2,
+    )  # fmt: skip
+    scheduler = Scheduler(runner)
+    assert scheduler.queues == [[1, 0], [5]]
+    assert scheduler.idle_queues == [[2, 3], [6, 7]]
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
@@ -177,5 +174,7 @@ def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
     with jax.set_mesh(make_mesh(2, 2, 1)):
         rollout, stats = run_rollout(make_spec(max_rows=16), max_lens=max_lens)
     np.testing.assert_array_equal(rollout.lens, max_lens)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], rollouts.endless.tokens[:, 0])
+    np.testing.assert_array_equal(
+        np.asarray(rollout.tokens.ids)[:, 0], rollouts.endless.tokens.ids[:, 0]
+    )
     assert stats.decode_steps == 2 * (R - 1)  # the shard's rows, four after four

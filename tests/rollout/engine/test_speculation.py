@@ -17,7 +17,9 @@ from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import TIMED_STEPS, Speculation, StepPlan
-from specrl_jax.rollout.generate import NoiseKey, RolloutInputs, generate, time_decoding
+from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.types import Source
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
@@ -269,7 +271,7 @@ def timed(mesh):
     )  # fmt: skip
     prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]] * 4, 3)
     drafts = ref.plain_drafts(np.full((32, 4), 5), np.full(32, 4))
-    return spec, RolloutInputs(prompts, NoiseKey(jax.random.key(0), 1), drafts)
+    return spec, Requests(prompts, NoiseKey(jax.random.key(0), 1), drafts)
 
 
 def test_seconds_by_hand(timed, monkeypatch):
@@ -329,12 +331,12 @@ def test_wide_steps_are_taken_where_they_pay(mesh, rollouts, monkeypatch, pays):
     monkeypatch.setattr(SuffixDrafts, "init", lambda *args: made.append(args) or init(*args))
     chooser = hopeful((1.01, 1.02) if pays else (10.0, 20.0))
     spec = make_spec(4, **ONE_BUCKET)
-    history = history_of(spec, rollouts.endless.tokens, rollouts.endless.lens)
+    history = history_of(spec, rollouts.endless.tokens.ids, rollouts.endless.lens)
     rollout, stats = run_rollout(spec, history=history, speculation=chooser)
     check_equal(rollout, rollouts.plain, but=("sources",))
     assert {width for *_, width, _ in stats.decode_runs} == {4 if pays else 1}
     assert len(made) == pays
-    assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
+    assert stats.drafted_tokens == np.sum(np.asarray(rollout.tokens.sources) == Source.DRAFTED)
     assert (stats.drafted_tokens > 0) == pays
     if pays:
         assert stats.decode_steps <= R / 2  # the plain responses are known
@@ -347,7 +349,7 @@ def test_wide_steps_are_taken_where_they_pay(mesh, rollouts, monkeypatch, pays):
 def test_no_choice_changes_a_token(make_mesh, rollouts, shape):
     """Widths and steps are chosen at random."""
     plain, endless, old = rollouts
-    kept = common_prefix(old.tokens, old.lens, plain.tokens, plain.lens)
+    kept = common_prefix(old.tokens.ids, old.lens, plain.tokens.ids, plain.lens)
     rejected = (kept < old.lens) & (kept < plain.lens)  # of a row's draft one token at most
     widths = set()
     with jax.set_mesh(make_mesh(*shape)):
@@ -355,12 +357,12 @@ def test_no_choice_changes_a_token(make_mesh, rollouts, shape):
         for seed in range(4):
             rng = np.random.default_rng(seed)
             whims = Planned(lambda widths, _: (int(rng.choice(widths)), int(rng.integers(0, 4))))  # noqa: B023
-            history = history_of(spec, endless.tokens, endless.lens)
+            history = history_of(spec, endless.tokens.ids, endless.lens)
             drafts = ref.put_rows(old)
             rollout, stats = run_rollout(spec, drafts=drafts, history=history, speculation=whims)
             check_equal(rollout, plain, but=("sources", "prefix_lens"))
             np.testing.assert_array_equal(rollout.prefix_lens, kept)
-            sources = np.asarray(rollout.sources)
+            sources = np.asarray(rollout.tokens.sources)
             assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
             assert stats.accepted_tokens == np.sum(sources == Source.REUSED) == kept.sum() > 0
             assert stats.verified_tokens == kept.sum() + rejected.sum() > stats.accepted_tokens

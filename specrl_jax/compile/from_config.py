@@ -1,0 +1,39 @@
+"""Shapes of a run from its configuration alone: no weights, no data."""
+
+import jax
+
+from specrl_jax import abstract
+from specrl_jax.algorithms.update_spec import make_update_spec
+from specrl_jax.compile.shapes import AbstractRun
+from specrl_jax.data.curriculum import count_steps
+from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
+from specrl_jax.models.load import load_shape
+from specrl_jax.training.build import policy_schedule, training_spec
+
+UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
+
+
+def abstract_run(config) -> AbstractRun:
+    """Return the shapes of a configuration's run on the mesh in use.
+
+    Raises ValueError as `build.build` does.
+    """
+    vocab_size = 0
+    eos_ids = None
+    pad_id = 0
+    if config.tokenizer.source in OF_ALPHABET:
+        tokenizer = load_tokenizer(config)
+        vocab_size = tokenizer.vocab_size
+        eos_ids = tokenizer.eos_ids
+        pad_id = tokenizer.pad_id
+    model = load_shape(config, vocab_size)
+    # Which token ends a response changes a constant of the programs, nothing else.
+    rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
+    evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
+    prompts = config.data.prompts or UNKNOWN_PROMPTS
+    steps = count_steps(config, prompts)
+    has_head = rollout.draft_head is not None
+    update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
+    key = abstract.placed(jax.eval_shape(lambda: jax.random.key(0)))
+    mesh = jax.sharding.get_mesh()
+    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key, mesh)

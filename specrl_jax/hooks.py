@@ -1,0 +1,49 @@
+"""Hooks of launch/train.py: programs are compiled ahead, errors explained, a report kept."""
+
+import contextlib
+from pathlib import Path
+
+from specrl_jax.compile import fit, memory, programs
+from specrl_jax.compile.shapes import AbstractRun
+from specrl_jax.reports.report_page import FILE_NAME as REPORT
+from specrl_jax.reports.report_page import ReportWriter
+from specrl_jax.reports.runs import read_run, summarize
+from specrl_jax.training.hooks import Hooks
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run, RunState
+
+
+class StandardHooks(Hooks):
+    """Hooks of one run: each run needs its own."""
+
+    def fitted(self, run: Run) -> Run:
+        """Return the run with the rows that fit its devices."""
+        return fit.fit_rows_to_memory(run)
+
+    def explaining(self, run: Run) -> contextlib.AbstractContextManager:
+        """Explain a lack of memory."""
+        return memory.explain_shortage(run.config, run.model, len(run.prompts.lens))
+
+    def recording(self, run: Run, log: RunLog) -> contextlib.AbstractContextManager:
+        """Write the report page at the end, in whatever way that comes."""
+        self._page = ReportWriter(log.workdir, log.writes and run.config.log.report, log.show)
+        return contextlib.closing(self._page)
+
+    def before_first_step(self, run: Run, state: RunState) -> None:
+        """Compile the run's programs side by side."""
+        kept = state.arrays()
+        # A reference that is re-read from its source is not in the checkpoint, but it needs memory.
+        if state.reference:
+            kept["reference"] = (state.reference.params, state.reference.adapters)
+        programs.compile_run(AbstractRun.of(run), kept)
+
+    def after_save(self) -> None:
+        """Refresh the report page."""
+        self._page.refresh()
+
+    def at_end(self, run: Run, workdir: Path, finished: bool) -> None:
+        """Print where the report is, and sum a finished run up."""
+        if run.config.log.report:
+            print(f"report: {workdir / REPORT}")
+        if finished:
+            print(summarize(read_run(workdir)))

@@ -1,0 +1,164 @@
+"""Run-ahead (SRT, arXiv 2601.09083): prompts of the next step fill slots that would be idle.
+
+They are rolled out with that step's noise. Their tokens are its drafts for the match rule, so they
+change nothing.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax import hosts
+from specrl_jax.rollout.drafts.edit import as_drafts, without_drafts
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.generate import RolloutResult
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
+from specrl_jax.sharding import reshard, shards
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.responses import Responses, Taken
+from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.types import Drafts, Prompts, Rollout
+
+
+class RunningAhead(WholeRollout):
+    """One rollout, whose idle rows begin the prompts of the next step."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        rows, _ = self.rows_per_rollout(run.config)
+        # Responses begun for the step to come, [Q * G]; length 0 for rows that were not begun.
+        self.begun = as_drafts(Rollout.empty(rows, run.config.rollout.response_len))
+        self.prompt_ids: tuple[str, ...] = ()  # of their Q prompts; () before the first step
+        self.used_lens = np.zeros(rows, np.int32)  # of those that this step's rows began with
+
+    @staticmethod
+    def asked_by(config) -> str:
+        return "rollout.run_ahead" if config.rollout.run_ahead else ""
+
+    @classmethod
+    def rows_per_rollout(cls, config) -> tuple[int, int]:
+        rows, _ = super().rows_per_rollout(config)
+        return rows, rows
+
+    @staticmethod
+    def has_drafts(config) -> bool:
+        return True
+
+    @staticmethod
+    def generations(stored: int) -> int:
+        return stored + 1 if stored else 0
+
+    def choose_prompts(self, state: RolloutState) -> Requests:
+        requests = super().choose_prompts(state)
+        now, noise = requests.prompts, requests.noise
+        later = state.stream.peek()
+        later_steps = state.kept_noise.noise_steps(later, state.step + 1)
+        order = _order(len(now.lens))
+        steps = np.concatenate([noise.noise_steps, later_steps])[order]
+        return Requests(
+            Prompts.concatenate(now, later).select(order),
+            dataclasses.replace(noise, noise_steps=steps),
+            idle=np.repeat(order >= len(now.lens), steps.shape[1]),
+        )
+
+    def drafts(self, state: RolloutState, requests: Requests, stored: Drafts | None) -> Drafts:
+        group_size = self.run.rollout_spec.group_size
+        order = _order(len(requests.prompts.lens) // 2)
+        rows = rows_of(order, group_size)
+        picks = np.stack([np.where(requests.idle, -1, 0), rows], axis=1)
+        begun = assemble([self.begun], picks)
+        if stored is not None:
+            # On kept noise a row repeats its last response for longer than what was begun.
+            on_kept_noise = requests.noise.noise_steps < state.step
+            begun = without_drafts(begun, on_kept_noise.reshape(-1))
+            stored = without_drafts(stored, requests.idle)
+        return _over(begun, stored, np.bool_(self._is_of(requests.prompts)))
+
+    def history(self, state: RolloutState, prompts: Prompts) -> DraftHistory:
+        tokens, lens = super().history(state, prompts)
+        count = len(prompts.lens)
+        order = _order(count // 2)
+        groups = (count // 2, 1, -1)
+        ahead_tokens = reshard(self.begun.tokens.ids, None, None)
+        ahead_tokens = ahead_tokens.reshape(*groups, ahead_tokens.shape[1])
+        ahead_lens = reshard(self.begun.lens, None).reshape(groups)
+        if not self._is_of(prompts):
+            ahead_lens = jnp.zeros_like(ahead_lens)
+        ahead_tokens = _with_zeros(ahead_tokens)[order]
+        ahead_lens = _with_zeros(ahead_lens)[order]
+        # Newest: a sibling may go on where one stopped.
+        tokens = jnp.concatenate([ahead_tokens, tokens], axis=1)
+        return tokens, jnp.concatenate([ahead_lens, lens], axis=1)
+
+    def take(self, state: RolloutState, requests: Requests, result: RolloutResult) -> Taken:
+        """Keep what was begun; return the groups of this step."""
+        now, later = np.split(np.argsort(_order(len(requests.prompts.lens) // 2)), 2)
+        self.used_lens = np.zeros(1, np.int32)
+        if self.prompt_ids:
+            self.used_lens = hosts.fetch(self.begun.lens)
+        rows = rows_of(later, self.run.rollout_spec.group_size)
+        self.begun = as_drafts(take(result.rollout, rows))
+        self.prompt_ids = _ids(requests.prompts.select(later))
+        return Taken(now, result)
+
+    def batch(self, state: RolloutState, done: list[Responses]) -> TrainBatch:
+        batch = super().batch(state, done)
+        metrics = {"rollout/tokens_run_ahead": int(np.sum(hosts.fetch(self.begun.lens)))}
+        lens = self.used_lens
+        if DRAFT_SOURCES[self.run.config.rollout.draft].verifies_previous:  # see `drafts`
+            lens = np.where(done[0].on_kept_noise, 0, lens)
+        if lens.any():
+            prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
+            share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
+            metrics["rollout/run_ahead_accepted"] = share
+        return dataclasses.replace(batch, metrics=batch.metrics | metrics)
+
+    def _is_of(self, prompts: Prompts) -> bool:
+        """Whether the responses were begun for the prompts of these that are not idle."""
+        now, _ = np.split(np.argsort(_order(len(prompts.lens) // 2)), 2)
+        return self.prompt_ids == _ids(prompts.select(now))
+
+    def arrays(self) -> Drafts:
+        return self.begun
+
+    def host(self) -> tuple[str, ...]:
+        return self.prompt_ids
+
+    def restore(self, host, arrays: Drafts) -> "RunningAhead":
+        self.begun = arrays
+        self.prompt_ids = tuple(host)
+        return self
+
+
+COLLECTOR = RunningAhead
+
+
+def _order(count: int) -> np.ndarray:
+    """Return the order of `count` groups and as many of the next step: so that every shard has as
+    many idle rows, int [2 * count].
+    """
+    parts = np.arange(2 * count).reshape(2, shards("batch"), -1)
+    return parts.swapaxes(0, 1).reshape(-1)
+
+
+def _ids(prompts: Prompts) -> tuple[str, ...]:
+    return tuple(example.prompt_id for example in prompts.examples)
+
+
+def _with_zeros(groups: Array) -> Array:
+    return jnp.concatenate([groups, jnp.zeros_like(groups)])
+
+
+@jax.jit
+def _over(begun: Drafts, stored: Drafts | None, own: Array) -> Drafts:
+    """Return the drafts of rows that were begun, and `stored` in other rows; own: they are ours."""
+    is_begun = (begun.lens > 0) & own
+    if stored is None:
+        return dataclasses.replace(begun, lens=jnp.where(is_begun, begun.lens, 0))
+    stored = as_drafts(stored)
+    return jax.tree.map(lambda new, old: where_rows(is_begun, new, old), begun, stored)

@@ -1,0 +1,170 @@
+"""Rollouts ahead of the update: a batch waits for `rollout.staleness` = N updates.
+
+As update t begins, the rollouts of step t + N begin, with the weights as they are. So update t
+learns from a batch that the weights after update max(0, t - 1 - N) sampled: N alone decides, never
+time. A run that is made longer begins N + 1 steps at once, as at its start. Asynchronous RLHF
+(arXiv 2410.18252).
+
+With `mesh.rollout_devices` rollouts have devices and a thread of their own, and run while updates
+do. No other thread runs programs on these devices. Without them rollouts and updates take turns.
+
+Worked example, N = 1: step 1 begins the rollouts of steps 1 and 2 with the first weights and learns
+from the first batch. Step 2 begins those of step 3 with the weights after update 1, and learns from
+the second batch, which is one update old.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax import sharding
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.training.batch import TrainBatch, Turns
+from specrl_jax.training.state import BatchSource, Collect, Record, Run, RunState
+from specrl_jax.types import Rollout, StatePart
+
+
+class RolloutsAhead(BatchSource, StatePart):
+    """Batches that wait for their update, the oldest first, and rollouts under way.
+
+    Rollouts are made one after another. A checkpoint holds the batches, and is written when no
+    rollout is under way. At its end the `with` block waits for the rollout that runs and cancels
+    those after it.
+    """
+
+    @staticmethod
+    def asked_by(config: Any) -> str:
+        return "rollout.staleness" if config.rollout.staleness else ""
+
+    @staticmethod
+    def rollout_mesh(config: Any) -> jax.sharding.Mesh:
+        return sharding.rollout_mesh(config.mesh.rollout_devices, config.mesh.tensor)
+
+    @staticmethod
+    def most_ahead(config: Any) -> int:
+        return config.rollout.staleness
+
+    @staticmethod
+    def describe(run: Run) -> str:
+        where = f"on a mesh of their own, {dict(run.rollout_mesh.shape)}, while updates run"
+        if run.rollout_mesh == jax.sharding.get_mesh():
+            where = "in turn with updates, as mesh.rollout_devices is 0: no time is saved"
+        return f"rollout: {run.config.rollout.staleness} steps ahead, {where}"
+
+    def __init__(self, run: Run, stream: PromptStream):
+        """Make a source that has begun nothing; stream: finds the prompts of some ids."""
+        config = run.config.rollout
+        self._mesh = jax.sharding.get_mesh()
+        self._find = stream.find
+        self._waiting: collections.deque[TrainBatch] = collections.deque()
+        # Each waits for its rollouts.
+        self._under_way: collections.deque[Callable] = collections.deque()
+        self._executor: concurrent.futures.Executor | None = None  # None: rollouts take turns
+        if run.rollout_mesh != self._mesh:
+            self._executor = concurrent.futures.ThreadPoolExecutor(
+                1, "rollouts", jax.set_mesh, (run.rollout_mesh,)
+            )
+        self._slots = config.staleness
+        rows = config.prompts_per_step * run.trained_group_size
+        self._shape = rows, config.response_len, run.rollout_spec.stored_logprobs
+
+    @property
+    def ahead(self) -> int:
+        return len(self._waiting) + len(self._under_way)
+
+    def next(self, run: Run, state: RunState, collect: Collect, record: Record) -> TrainBatch:
+        """Begin rollouts until N batches are ahead; return the oldest batch.
+
+        Raises the error of its rollouts.
+        """
+        ahead = min(self._slots, max(run.total_steps - state.step, 0))
+        missing = 1 + ahead - self.ahead
+        if missing > 0:
+            weights = state.rollout_weights(run)
+        for _ in range(missing):
+            self._under_way.append(self._begin(collect, run, state.rollout, weights))
+        if not self._waiting:
+            self._receive(record)
+        return self._waiting.popleft()
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        return self._begin(function, *args)()
+
+    def settle(self, record: Record) -> None:
+        while self._under_way:
+            self._receive(record)
+
+    def _begin(self, function: Callable, *args: Any) -> Callable[[], Any]:
+        """Begin `function(*args)` after all that has begun; return what waits for its result."""
+        if self._executor is not None:
+            return self._executor.submit(function, *args).result
+        result = function(*args)
+        return lambda: result
+
+    def _receive(self, record: Record) -> None:
+        """Wait for the oldest rollouts under way, and record their responses."""
+        batch, rollouts = self._under_way.popleft()()
+        record(batch, rollouts)
+        batch = dataclasses.replace(batch, rollout=sharding.move(batch.rollout, self._mesh))
+        if batch.step > 1:
+            metrics = batch.metrics | {"rollout/stale_fraction": 1.0}
+            batch = dataclasses.replace(batch, metrics=metrics, stale=True)
+        self._waiting.append(batch)
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    # Checkpoints
+
+    def arrays(self) -> list[Rollout]:
+        """Return as many rollouts as may wait; the last ones are empty."""
+        empty = [Rollout.empty(*self._shape) for _ in range(self._slots - len(self._waiting))]
+        return [batch.rollout for batch in self._waiting] + empty
+
+    def host(self) -> list[dict[str, Any]]:
+        return [_on_host(batch) for batch in self._waiting]
+
+    def restore(self, host: Sequence[Mapping], arrays: Sequence[Rollout]) -> "RolloutsAhead":
+        self._waiting.extend(self._batch(values, x) for values, x in zip(host, arrays))
+        return self
+
+    def _batch(self, values: Mapping[str, Any], rollout: Rollout) -> TrainBatch:
+        arrays = {name: np.array(x, np.float32) for name, x in values["by_function"].items()}
+        turns = values["turns"] and Turns(
+            np.array(values["turns"][0], np.float32),
+            np.array(values["turns"][1], np.int32),
+            np.array(values["turns"][2], "U4"),
+        )
+        return TrainBatch(
+            self._find(values["prompts"]),
+            rollout,
+            np.array(values["rewards"], np.float32),
+            **values["scalars"],
+            by_function=arrays,
+            turns=turns,
+            ended=np.array(values["ended"], np.bool_),
+        )
+
+
+SOURCE = RolloutsAhead
+
+_SCALARS = ("metrics", "step", "epoch", "stale", "rejected_mass")
+
+
+def _on_host(batch: TrainBatch) -> dict[str, Any]:
+    """Describe a batch but for its rollout, in values that JSON keeps."""
+    scalars = {name: getattr(batch, name) for name in _SCALARS}
+    return {
+        "prompts": [example.prompt_id for example in batch.prompts.examples],
+        "rewards": batch.rewards.tolist(),
+        "ended": batch.ended.tolist(),
+        "by_function": {name: x.tolist() for name, x in batch.by_function.items()},
+        "turns": batch.turns and [x.tolist() for x in batch.turns],
+        "scalars": jax.tree.map(lambda x: np.asarray(x).item(), scalars),
+    }

@@ -1,0 +1,182 @@
+"""Rollout of groups that fork: rows that begin with the tokens of another (TreePO, 2508.17445).
+
+A group begins with few rows, the roots; its other rows wait, and no token is spent on them. At each
+boundary, after so many tokens, waiting rows begin with what the unfinished rows of their group
+hold. A row draws on the noise of its own number, after a fork as before.
+
+    roots 2, branches 2, G = 4, segments of 3 tokens       row 0    a b c|d e f g ■
+                                                           row 1    a h i|j ■
+                                                           row 2   (a b c)k l m ■
+                                                           row 3   (a h i)n o p q ■
+
+Where all rows of a group have ended and some still wait, these begin with the tokens of an ended
+row up to one of its boundaries, drawn at random; it may be the prompt's end. Which rows fork
+depends on lengths. So a fork has the policy's law given what it begins with, and a root has it
+without that; a group as a whole has more of the beginnings that go on for long.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax import hosts
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.drafts.edit import turn_drafts
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import RolloutResult, generate
+from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.rows import where_rows
+from specrl_jax.sharding import put, reshard, take_rows
+from specrl_jax.types import Rollout, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Forks:
+    """Rolls out groups that grow from few rows."""
+
+    segment: int  # tokens between two boundaries, at which rows fork
+    roots: int  # rows that begin at the prompt
+    branches: int  # continuations of a row at a boundary
+
+    @staticmethod
+    def asked_by(config) -> str:
+        return "rollout.fork.segment" if config.rollout.fork.segment else ""
+
+    @classmethod
+    def from_config(cls, config) -> "Forks":
+        return cls(**config.rollout.fork)
+
+    def __call__(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        requests: Requests,
+        speculation: Speculation | None = None,
+    ) -> RolloutResult:
+        """Roll out G responses to each of Q prompts. Arguments: see `generate`.
+
+        Rows of the requests hold nothing, and are neither done nor idle.
+        """
+        groups = _Groups(self, spec, requests)
+        stats = []
+        while True:
+            result = generate(spec, weights, groups.requests_up_to(groups.limits), speculation)
+            stats.append(result.stats)
+            draft_lens = groups.draft_lens + result.draft_lens
+            if not groups.waiting.any():
+                total = Stats.total(stats)
+                return dataclasses.replace(result, draft_lens=draft_lens, stats=total)
+            groups.fork(result.rollout, draft_lens)
+
+
+ROLL_OUT = Forks
+
+
+class _Groups:
+    """Groups in progress; arrays are [Q, G], but for those of rows."""
+
+    def __init__(self, forks: Forks, spec: RolloutSpec, requests: Requests):
+        shape = (len(requests.prompts.lens), spec.group_size)
+        self.forks = forks
+        self.spec = spec
+        self.requests = requests
+        self.key_words = hosts.fetch(jax.random.key_data(requests.noise.key)).tolist()
+        self.waiting = np.broadcast_to(np.arange(shape[1]) >= forks.roots, shape)
+        self.done = self.waiting  # rows that get no more tokens now
+        self.lens = np.zeros(shape, np.int32)
+        self.draft_lens = np.zeros(self.lens.size, np.int32)
+        self.rollout = Rollout.empty(self.lens.size, spec.response_slots, spec.stored_logprobs)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """Return the lengths at which rows stop, int32 [B]: the next boundary; R if none waits."""
+        slots = self.spec.response_slots
+        stop = slots
+        if self.waiting.any():
+            stop = np.minimum(self.lens + self.forks.segment, slots)
+        return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
+
+    def requests_up_to(self, limits: np.ndarray) -> Requests:
+        """Return the requests with what the rows hold, and their drafts up to the limits [B]."""
+        done = self.done.reshape(-1)
+        drafts = self.requests.drafts
+        if drafts is not None:
+            done_rows = put(done, "batch")
+            drafts = turn_drafts(drafts, self.rollout, done_rows, self.spec.eos_ids, self.spec.stop)
+            lens = jnp.minimum(drafts.lens, put(limits, "batch"))
+            drafts = dataclasses.replace(drafts, lens=lens)
+        return dataclasses.replace(
+            self.requests, drafts=drafts, held=self.rollout, done=done, max_lens=limits
+        )
+
+    def fork(self, rollout: Rollout, draft_lens: np.ndarray) -> None:
+        """Let waiting rows begin with what others hold now.
+
+        draft_lens: int32 [B], draft tokens that rows were given so far.
+        """
+        groups, size = self.lens.shape
+        tokens, lens = hosts.fetch((rollout.tokens.ids, rollout.lens))
+        ended = (lens == self.spec.response_slots) | self.spec.ended(tokens, lens)
+        ended = ended.reshape(groups, size)
+        parents = plan_forks(self.waiting, ended, self.forks.branches)
+        forked = parents != np.arange(size)
+        self.lens = np.take_along_axis(lens.reshape(groups, size), parents, axis=1)
+        for group, row in np.argwhere(forked & np.take_along_axis(ended, parents, axis=1)).tolist():
+            self.lens[group, row] = self._boundary(group, row)
+        self.waiting = self.waiting & ~forked
+        self.done = (ended | self.waiting) & ~forked
+        rows = np.arange(groups)[:, None] * size + parents
+        self.rollout = fork_rows(rollout, rows.reshape(-1).astype(np.int32), self.lens.reshape(-1))
+        self.draft_lens = np.where(forked.reshape(-1), 0, draft_lens).astype(np.int32)
+
+    def _boundary(self, group: int, row: int) -> int:
+        """Draw a boundary before the last token of the ended row that `row` forks from."""
+        step = self.requests.noise.steps_of(*self.lens.shape)[group, row]
+        segment = self.forks.segment
+        ids = self.requests.prompts.ids[group].tolist()
+        rng = np.random.default_rng([*self.key_words, int(step), *ids, row])
+        return int(rng.integers(-(-self.lens[group, row] // segment))) * segment
+
+
+def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndarray:
+    """Return int [Q, G]: the row of its group that each waiting row begins with, if any now.
+
+    Other rows have their own number. Unfinished rows are continued `branches` times in all, by
+    turns, while rows wait; where there are none, ended rows so many times.
+
+    waiting, ended: bool [Q, G]; rows that wait, and rows with an end among the others.
+    """
+    parents = np.tile(np.arange(waiting.shape[1]), (len(waiting), 1))
+    for own, waits, over in zip(parents, waiting, ended):
+        free = np.flatnonzero(waits)
+        unfinished = np.flatnonzero(~waits & ~over)
+        turns = np.tile(unfinished, branches - 1)
+        if not len(unfinished):
+            turns = np.tile(np.flatnonzero(~waits), branches)
+        count = min(len(free), len(turns))
+        own[free[:count]] = turns[:count]
+    return parents
+
+
+@jax.jit
+def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
+    """Return rows [B], each of which begins with the first tokens of its parent row.
+
+    parents, lens: int32 [B]. A row that is its own parent stays as it is.
+    """
+    taken = take_rows(rollout, parents)
+    own = reshard(parents == jnp.arange(len(parents)), "batch")
+    lens = reshard(lens, "batch")
+    copied = jnp.arange(rollout.tokens.ids.shape[1])[None, :] < lens[:, None]
+    sources = jnp.where(copied, jnp.int8(Source.COPIED), jnp.int8(Source.SAMPLED))
+    sources = where_rows(own, taken.tokens.sources, sources)
+    return Rollout(
+        tokens=dataclasses.replace(taken.tokens, sources=sources),
+        lens=jnp.where(own, taken.lens, lens),
+        prefix_lens=jnp.where(own, taken.prefix_lens, 0),
+    )

@@ -1,0 +1,30 @@
+"""What a rollout is asked for: what its rows begin with, where they stop, and when it is enough."""
+
+import dataclasses
+
+import numpy as np
+
+from specrl_jax.rollout.drafts.sources import DraftHistory
+from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.types import Drafts, Prompts, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Requests for B = Q · G rows; G consecutive rows share a prompt.
+
+    Each shard of the batch rolls out B / shards consecutive rows.
+    """
+
+    prompts: Prompts  # [Q]
+    noise: NoiseKey  # with the step whose noise each row uses
+    drafts: Drafts | None = None  # [B], to verify; a draft begins with what its row holds
+    history: DraftHistory | None = None  # of the prompts, for the draft source
+    held: Rollout | None = None  # [B], tokens that rows begin with; None: none
+    done: np.ndarray | None = None  # bool [B], rows that get no more tokens; None: none
+    max_lens: np.ndarray | None = None  # int32 [B], lengths at which rows stop; None: R
+    # bool [B], rows that nobody waits for: they fill slots that would be idle, as many on every
+    # shard. None: none.
+    idle: np.ndarray | None = None
+    first: np.ndarray | None = None  # bool [Q], groups that begin before all others; None: none
+    enough_groups: int = 0  # groups that are done at which the rollout may end; 0: all

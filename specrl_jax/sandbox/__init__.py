@@ -1,0 +1,1 @@
+"""Processes that contain what others wrote, called by name."""

@@ -1,0 +1,82 @@
+"""Batch of a step with the metrics of its rollouts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.algorithms import off_policy
+from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.telemetry.rollout_metrics import (
+    GROUP_REWARDS,
+    noise_metrics,
+    reward_metrics,
+    rollout_metrics,
+    turn_metrics,
+)
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.responses import Responses, mean_by_function
+from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.types import Source
+
+
+def make_train_batch(
+    run: Run, state: RolloutState, rollouts: Sequence[Responses], seconds: dict[str, float]
+) -> TrainBatch:
+    """Return what a step trains on, with the metrics of all its rollouts; seconds: of their clock.
+
+    What the rollouts leave for the next step goes into `state`.
+    """
+    batch = state.collector.batch(state, rollouts)
+    metrics = batch.metrics | _reward_metrics(run, batch, rollouts)
+    metrics["data/prompts_seen"] = state.prompts_seen
+    metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
+    metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.tokens.sources)) for x in rollouts]
+    prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
+    draft_lens = _joined(x.draft_lens for x in rollouts)
+    tokens = _joined(x.tokens for x in rollouts)
+    lens = _joined(x.lens for x in rollouts)
+    metrics |= rollout_metrics(
+        tokens,
+        lens,
+        prefix_lens,
+        _joined(x.ended for x in rollouts),
+        draft_lens=draft_lens,
+        previous=(
+            _joined(x.previous[0] for x in rollouts),
+            _joined(x.previous[1] for x in rollouts),
+        ),
+        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
+        copied=_joined(np.sum(sources == Source.COPIED, axis=1) for _, sources in on_host),
+        group_size=run.rollout_spec.group_size,
+    )
+    if rollouts[0].turns is not None:
+        metrics |= turn_metrics(
+            _joined(x.turns.counts for x in rollouts), _joined(x.turns.roles for x in rollouts)
+        )
+    rejected_mass = 0.0
+    rule = run.rollout_spec.accept
+    if not rule.samples_anew:
+        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
+        metrics |= off_policy.measure(batch.rollout, rejected_mass, rule)
+    return dataclasses.replace(batch, metrics=metrics | seconds, rejected_mass=rejected_mass)
+
+
+def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
+    rewards = _joined(x.rewards.rewards for x in rollouts)
+    failed = _joined(x.rewards.failed for x in rollouts)
+    metrics = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    metrics |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
+    if noise_visits(run.config) > 1:
+        metrics |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        metrics |= {name: trained[name] for name in GROUP_REWARDS}
+    return metrics
+
+
+def _joined(arrays) -> np.ndarray:
+    return np.concatenate(list(arrays))

@@ -1,0 +1,32 @@
+"""Points of a run at which others may act. `specrl_jax.hooks` has those of launch/train.py."""
+
+import contextlib
+from pathlib import Path
+
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run, RunState
+
+
+class Hooks:
+    """What is done beside the steps of one run. Here: nothing."""
+
+    def fitted(self, run: Run) -> Run:
+        """Return the run as this machine can make it."""
+        return run
+
+    def explaining(self, run: Run) -> contextlib.AbstractContextManager:
+        """Return a block around all that allocates; it may explain an error."""
+        return contextlib.nullcontext()
+
+    def recording(self, run: Run, log: RunLog) -> contextlib.AbstractContextManager:
+        """Return a block around all that is recorded; its end is the last moment to write."""
+        return contextlib.nullcontext()
+
+    def before_first_step(self, run: Run, state: RunState) -> None:
+        """Act before the first step of this process."""
+
+    def after_save(self) -> None:
+        """Act after a checkpoint of a step."""
+
+    def at_end(self, run: Run, workdir: Path, finished: bool) -> None:
+        """Act in the primary process once all is closed; finished: False after a stop request."""

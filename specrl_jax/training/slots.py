@@ -1,0 +1,27 @@
+"""What fills a slot of the core: its own part, or that of the recipe that is asked for."""
+
+from collections.abc import Callable
+
+from specrl_jax import recipes
+from specrl_jax.rollout.generate import RolloutResult, generate
+from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.state import BatchSource
+
+
+def collector_of(config) -> type[WholeRollout]:
+    return recipes.chosen(config, "COLLECTOR", WholeRollout)
+
+
+def generate_of(config) -> Callable[..., RolloutResult]:
+    """Return what rolls rows out, called as `generate` is."""
+    recipe = recipes.chosen(config, "ROLL_OUT", None)
+    return recipe.from_config(config) if recipe else generate
+
+
+def source_of(config) -> type[BatchSource]:
+    return recipes.chosen(config, "SOURCE", BatchSource)
+
+
+def trained_group_size(config) -> int:
+    """Return how many responses of a group are trained on."""
+    return collector_of(config).trained_group_size(config)

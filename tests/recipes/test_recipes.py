@@ -1,0 +1,94 @@
+"""Which recipe takes a slot; and that the project works without any one of them."""
+
+import os
+import pathlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+from small_runs import ONE_DEVICE, ROOT, one_line, records, small_config
+
+from specrl_jax import recipes
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def _guest(field: str, asked: bool):
+    return types.SimpleNamespace(asked_by=lambda config: field if asked else "")
+
+
+def _modules(*guests, slot: str = "SOURCE"):
+    return lambda: [types.SimpleNamespace(**{slot: guest}) for guest in guests]
+
+
+def test_a_slot_has_what_is_asked_for(monkeypatch):
+    off, on = _guest("rollout.partial", False), _guest("rollout.staleness", True)
+    config = small_config()
+    monkeypatch.setattr(recipes, "_modules", _modules(off, on))
+    assert recipes.chosen(config, "SOURCE", default=None) is on
+    assert recipes.chosen(config, "COLLECTOR", default="whole") == "whole"  # nobody takes it
+    monkeypatch.setattr(recipes, "_modules", _modules(off))
+    assert recipes.chosen(config, "SOURCE", default="own") == "own"
+
+
+def test_two_that_want_a_slot_are_refused(monkeypatch):
+    guests = [_guest("rollout.partial", True), _guest("rollout.staleness", True)]
+    monkeypatch.setattr(recipes, "_modules", _modules(*guests))
+    config = small_config({"rollout.partial": 2, "rollout.staleness": 1})
+    with pytest.raises(ValueError, match="rollout") as error:
+        recipes.chosen(config, "SOURCE", default=None)
+    assert one_line(error) == (
+        "rollout.partial and rollout.staleness must not be set together, as each is the run's "
+        "source, got 2 and 1; set one of them back"
+    )
+
+
+# Words of recipes. The advantage by shared beginnings, in advantages.py, is not one yet.
+GUESTS = re.compile(
+    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
+)
+CORE = ("train.py", "types.py", "training", "rollout", "algorithms")
+
+
+def test_the_core_names_no_recipe():
+    package = ROOT / "specrl_jax"
+    files = [x for name in CORE for x in (package / name, *(package / name).rglob("*.py"))]
+    named = {
+        f"{file.relative_to(package)}: {word[0]}"
+        for file in files
+        if file.is_file() and file.name != "advantages.py"
+        for word in GUESTS.finditer(file.read_text())
+    }
+    assert not named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_project_works_without_it(tmp_path, name):
+    """A copy whose file is deleted: a run of two steps, the help and who imports whom."""
+    for folder in ("specrl_jax", "configs", "launch", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "specrl_jax" / "recipes" / f"{name}.py").unlink()
+    path = os.pathsep.join(map(str, (tmp_path, tmp_path / "tests")))
+    env = os.environ | ONE_DEVICE | {"PYTHONPATH": path}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    there = run("-c", "import specrl_jax; print(specrl_jax.__file__)")
+    assert pathlib.Path(there.strip()).is_relative_to(tmp_path)
+    run(
+        "launch/train.py", "--config=tests/small_runs.py", "--workdir=run",
+        "--config.train.steps=2",
+    )  # fmt: skip
+    assert [line["step"] for line in records(tmp_path / "run")] == [0, 1, 2]
+    assert "--workdir" in run("launch/train.py", "--help")
+    run("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "tests/test_imports.py")
