@@ -54,8 +54,10 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch,
 
 def loop(opening: OpenRun) -> None:
     """Make steps until the last one or a stop request; evaluate, record and save on the way."""
-    run, state = opening.run, opening.state
-    checkpoints, log = opening.checkpoints, opening.log
+    run = opening.run
+    state = opening.state
+    checkpoints = opening.checkpoints
+    log = opening.log
 
     def save(metric: float | None = None) -> None:
         """Save the step, unless its checkpoint is there."""
@@ -145,7 +147,8 @@ def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple
 
 
 def _finish(opening: OpenRun, workdir: Path) -> None:
-    run, state = opening.run, opening.state
+    run = opening.run
+    state = opening.state
     finished = state.step == run.total_steps
     opening.hooks.at_end(run, workdir, finished)
     if not finished:

@@ -65,7 +65,7 @@ class Step:
 def make_state(
     collector: type, spec, prompts: Prompts, size: int, *, total_steps: int = 1000, **rollout
 ) -> RolloutState:
-    """The state before step 1, with a `collector` that takes `size` prompts a step.
+    """Return the state before step 1, with a `collector` that takes `size` prompts a step.
 
     rollout: further fields of the configuration's part of that name.
     """

@@ -30,7 +30,7 @@ class EpisodeResponder(Responder):
     max_turns: int = 1  # of an episode
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
-    # Is told of what is said in an episode, by its row: turns as they end, and answers.
+    # Gets what is said in an episode, by its row: turns as they end, and answers.
     watch: Callable[[int, Reading | StepResult], None] | None = None
 
     def roll_out(

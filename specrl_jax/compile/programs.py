@@ -81,8 +81,15 @@ def _copies(run: AbstractRun) -> Iterator[Program]:
     yield _program("policy copy", copy_weights, run.model, policy, kept=policy)
     if head := run.state.draft_head:
         vocab = run.update_spec.draft_head.vocab
-        inputs = (run.model, head.params, policy, head.counts)
-        yield _program("draft head copy", copy_draft_head, *inputs, vocab=vocab)
+        yield _program(
+            "draft head copy",
+            copy_draft_head,
+            run.model,
+            head.params,
+            policy,
+            head.counts,
+            vocab=vocab,
+        )
 
 
 def _programs_of_rollouts(run: AbstractRun) -> Iterator[Program]:

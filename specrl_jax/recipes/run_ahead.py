@@ -55,7 +55,8 @@ class RunningAhead(WholeRollout):
 
     def choose_prompts(self, state: RolloutState) -> Requests:
         requests = super().choose_prompts(state)
-        now, noise = requests.prompts, requests.noise
+        now = requests.prompts
+        noise = requests.noise
         later = state.stream.peek()
         later_steps = state.kept_noise.noise_steps(later, state.step + 1)
         order = _order(len(now.lens))
@@ -119,7 +120,7 @@ class RunningAhead(WholeRollout):
         return dataclasses.replace(batch, metrics=batch.metrics | metrics)
 
     def _is_of(self, prompts: Prompts) -> bool:
-        """Whether the responses were begun for the prompts of these that are not idle."""
+        """Return whether the responses were begun for those of the prompts that are not idle."""
         now, _ = np.split(np.argsort(_order(len(prompts.lens) // 2)), 2)
         return self.prompt_ids == _ids(prompts.select(now))
 

@@ -1,1 +1,1 @@
-"""What is read of finished runs and sweeps: summaries, tables, pages."""
+"""Reports of finished runs and sweeps: summaries, tables, pages."""

@@ -79,8 +79,7 @@ class RewardPool(CallPool):
         format: str = "",
         readable: str = "",
     ):
-        arguments = (name, extract, format)
-        loaded = loading.load(*arguments)  # a mistake is raised here
+        loaded = loading.load(name, extract, format)  # a mistake is raised here
         self._score_here = loaded.call
         self._reads_part = reads_answer_part(name, extract)
         self._threshold = float(threshold)
@@ -89,7 +88,7 @@ class RewardPool(CallPool):
         limits = (float(timeout), int(memory_mib))
         paths = parse_readable(readable)
         prepare = f"{loading.__name__}:prepare"
-        settings = Settings(prepare, arguments, *limits, loaded.contained, paths)
+        settings = Settings(prepare, (name, extract, format), *limits, loaded.contained, paths)
         executes = name if loaded.alone is None else ", ".join(sorted(loaded.alone))
         count = 0 if here else num_workers(workers)
         super().__init__(settings, count, executes, "reward.name")

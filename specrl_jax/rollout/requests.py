@@ -1,4 +1,4 @@
-"""What a rollout is asked for: what its rows begin with, where they stop, and when it is enough."""
+"""Requests of a rollout: what its rows begin with, where they stop, and when it is enough."""
 
 import dataclasses
 

@@ -95,7 +95,7 @@ def policy_updates(config, total_steps: int) -> int:
 
 
 def rate_jump(run: Run, state: RunState) -> str:
-    """Return a line where a resumed run does not go on at the rate that it was to go on at."""
+    """Return a line where the learning rate does not go on as it was planned."""
     if state.rates is None:
         return ""
     last, planned = state.rates

@@ -8,14 +8,14 @@ from specrl_jax.training.state import Run, RunState
 
 
 class Hooks:
-    """What is done beside the steps of one run. Here: nothing."""
+    """Acts beside the steps of one run. This class does nothing."""
 
     def fitted(self, run: Run) -> Run:
         """Return the run as this machine can make it."""
         return run
 
     def explaining(self, run: Run) -> contextlib.AbstractContextManager:
-        """Return a block around all that allocates; it may explain an error."""
+        """Return a block around all that allocates after `build`; it may explain an error."""
         return contextlib.nullcontext()
 
     def recording(self, run: Run, log: RunLog) -> contextlib.AbstractContextManager:

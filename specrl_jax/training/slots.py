@@ -1,4 +1,4 @@
-"""What fills a slot of the core: its own part, or that of the recipe that is asked for."""
+"""Parts that fill the slots of the core: its own, or those of the recipe that is asked for."""
 
 from collections.abc import Callable
 

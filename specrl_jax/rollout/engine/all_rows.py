@@ -22,7 +22,7 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
 class RowStarts(NamedTuple):
-    """What B rows start with, on the host."""
+    """Starts of B rows, on the host."""
 
     noise_steps: np.ndarray  # uint32 [B]
     ids: np.ndarray  # uint32 [B, 2], of the rows' prompts
