@@ -62,7 +62,7 @@ class EnvironmentPool(WorkerPool):
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
     threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
     readable: paths that an episode may read besides Python and libraries, with : between them.
-    on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or the policy reads it.
+    on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or is an answer.
     extract: a regular expression; group 1 of its last match in a response is what a step gets, ""
       where there is none. A response with a call of a tool is not searched.
     """
