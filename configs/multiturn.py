@@ -10,9 +10,10 @@ are never trained on.
 Expect a held-out reward near 0.8 from tiny, on 2 CPU cores without accelerator. It teaches
 how turns work, and what drafts keep of them.
 
-Measured: tiny with rollout.accept=ratio, one seed, held out 0 → 0.78 in 96 steps. From step 60 on it learns its 146 problems
-by heart, and drafts are kept whole. micro takes a minute of CPU time, nearly all of it for
-compilation: training reward 0.00 → 0.90 on 16 problems, held out 0.07 → 0.43 on 14.
+Measured: tiny with rollout.accept=ratio, one seed, held out 0 → 0.78 in 96 steps. From step 60 on
+it learns its 146 problems by heart, and drafts are kept whole. micro takes a minute of CPU time,
+nearly all of it for compilation: training reward 0.00 → 0.90 on 16 problems, held out 0.07 → 0.43
+on 14.
 """
 
 import runpy
