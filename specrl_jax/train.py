@@ -15,15 +15,12 @@ from specrl_jax.process.stop import StopRequest
 from specrl_jax.rollout.generate import time_decoding
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
-from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.batch_metrics import make_train_batch
-from specrl_jax.training.collect import next_requests, roll_out
+from specrl_jax.training.collect import collect, next_requests
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
 from specrl_jax.training.opening import OpenRun, opened
-from specrl_jax.training.responses import Responses, mean_by_function
+from specrl_jax.training.responses import mean_by_function
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.speed import speed_metrics
 from specrl_jax.training.state import RolloutState, Run, RunState
@@ -40,16 +37,6 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     with log.clock.timed("time/update"):
         metrics = update_policy(run, state, batch)
     log.add(batch.metrics | metrics)  # an advantage knows better which groups have a signal
-
-
-def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:
-    """Roll out until there is a batch, all with the same copy of the weights."""
-    clock = Stopwatch()
-    state.begin_step()
-    rollouts: list[Responses] = []
-    while state.collector.wants_rollout(rollouts):
-        rollouts.append(roll_out(run, state, weights, clock))
-    return make_train_batch(run, state, rollouts, clock.take()), rollouts
 
 
 def loop(opening: OpenRun) -> None:

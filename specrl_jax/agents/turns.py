@@ -135,7 +135,8 @@ class TurnScheduler(Scheduler):
             pass
         most = int(share * runner.unfinished_awaited.sum())
         while runner.unfinished_awaited.sum() > most:
-            self._decode(StopCondition.of(max_left=most))
+            plan, stop = self._plan(StopCondition.of(max_left=most))
+            self._record(plan, *runner.decode(stop, plan.width))
         runner.write_back()
         return runner.all_rows
 

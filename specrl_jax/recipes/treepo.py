@@ -32,6 +32,7 @@ from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import where_rows
 from specrl_jax.sharding import put, reshard, take_rows
+from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Rollout, Source
 
 
@@ -56,12 +57,24 @@ class Forks:
         spec: RolloutSpec,
         weights: Params,
         requests: Requests,
+        *,
         speculation: Speculation | None = None,
+        clock: Stopwatch,
     ) -> RolloutResult:
-        """Roll out G responses to each of Q prompts. Arguments: see `generate`.
+        """Roll out G responses to each of Q prompts. Arguments: see `Responder.roll_out`.
 
         Rows of the requests hold nothing, and are neither done nor idle.
         """
+        with clock.timed("time/rollout"):
+            return self._grow(spec, weights, requests, speculation)
+
+    def _grow(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        requests: Requests,
+        speculation: Speculation | None,
+    ) -> RolloutResult:
         groups = _Groups(self, spec, requests)
         stats = []
         while True:

@@ -47,7 +47,7 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.slots import collector_of, generate_of, source_of
+from specrl_jax.training.slots import collector_of, roll_out_of, source_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
@@ -81,6 +81,7 @@ def build(config) -> tuple[Run, Params]:
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         responder=responder,
+        roll_out=roll_out_of(config, responder),
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
         collector=collector_of(config),
@@ -122,8 +123,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
     else:
         texts = {"format": settings.format, "extract": settings.extract}
         pool = make_pool(settings.name, **texts, **limits)
-        generate_rows = generate_of(config)
-        responder = Responder(pool, **common, generate=generate_rows)
+        responder = Responder(pool, **common)
         reads_thoughts = not reads_answer_part(settings.name, settings.extract)
     if not reads_thoughts:
         _check_tags(settings, tags, tokenizer)

@@ -15,6 +15,7 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.batch_metrics import make_train_batch
 from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, StatePart
@@ -129,14 +130,18 @@ def next_requests(run: Run, state: RolloutState) -> tuple[Requests, Drafts]:
     return dataclasses.replace(requests, drafts=drafts, history=history), previous
 
 
-def roll_out(run: Run, state: RolloutState, weights: Params, clock: Stopwatch) -> Responses:
-    """Make the step's next rollout and score what is finished; changes `state`."""
-    with clock.timed("time/rollout"):
-        requests, previous = next_requests(run, state)
-    result = run.responder.roll_out(
-        run.rollout_spec, weights, requests, speculation=state.speculation, clock=clock
-    )
-    with clock.timed("time/rollout"):
-        taken = state.collector.take(state, requests, result)
-    responses = run.responder.score(run.rollout_spec, requests.prompts, taken, clock)
-    return state.observe(responses, requests, previous)
+def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:
+    """Roll out until there is a batch, all with the same copy of the weights; changes `state`."""
+    clock = Stopwatch()
+    spec = run.rollout_spec
+    state.begin_step()
+    rollouts: list[Responses] = []
+    while state.collector.wants_rollout(rollouts):
+        with clock.timed("time/rollout"):
+            requests, previous = next_requests(run, state)
+        result = run.roll_out(spec, weights, requests, speculation=state.speculation, clock=clock)
+        with clock.timed("time/rollout"):
+            taken = state.collector.take(state, requests, result)
+        responses = run.responder.score(spec, requests.prompts, taken, clock)
+        rollouts.append(state.observe(responses, requests, previous))
+    return make_train_batch(run, state, rollouts, clock.take()), rollouts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.generate import RolloutSpec, generate
+from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.responses import Responder, Responses
@@ -28,7 +28,6 @@ def evaluate(
 
     Their prompts are those without padding, whose rows come first.
     """
-    responder = dataclasses.replace(responder, generate=generate)  # responses are independent
     answered = []
     for prompts, real in batches:
         responses = responder.respond(spec, weights, Requests(prompts, noise))

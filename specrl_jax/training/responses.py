@@ -5,7 +5,7 @@ Takes requests and weights, gives `Responses`. Agents have a responder of their 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,7 +118,6 @@ class Responder:
     stop: StopStrings | None = None  # texts that end a turn
     keep_stop: bool = True  # texts hold the one that ended them
     call_end: str = ""  # of the environment's tools: texts hold it in any case
-    generate: Callable[..., RolloutResult] = generate  # or what a recipe puts in its place
 
     def roll_out(
         self,
@@ -134,7 +133,7 @@ class Responder:
         clock: gets the seconds as time/rollout.
         """
         with clock.timed("time/rollout"):
-            return self.generate(spec, weights, requests, speculation)
+            return generate(spec, weights, requests, speculation)
 
     def score(
         self, spec: RolloutSpec, prompts: Prompts, taken: Taken, clock: Stopwatch

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from specrl_jax import recipes
-from specrl_jax.rollout.generate import RolloutResult, generate
+from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.responses import Responder
 from specrl_jax.training.state import BatchSource
 
 
@@ -12,10 +13,10 @@ def collector_of(config) -> type[WholeRollout]:
     return recipes.chosen(config, "COLLECTOR", WholeRollout)
 
 
-def generate_of(config) -> Callable[..., RolloutResult]:
-    """Return what rolls rows out, called as `generate` is."""
+def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:
+    """Return what rolls rows out in training, called as `Responder.roll_out` is."""
     recipe = recipes.chosen(config, "ROLL_OUT", None)
-    return recipe.from_config(config) if recipe else generate
+    return recipe.from_config(config) if recipe else responder.roll_out
 
 
 def source_of(config) -> type[BatchSource]:

@@ -27,7 +27,7 @@ from specrl_jax.process.checkpoint import checksum
 from specrl_jax.process.runtime import machine
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.rollout.generate import RolloutResult, RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
@@ -50,6 +50,7 @@ class Run:
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
     responder: Responder
+    roll_out: Callable[..., RolloutResult]  # in training; `Responder.roll_out`, or a recipe's
     update_spec: UpdateSpec
     schedule: optax.Schedule
     collector: type  # `collect.WholeRollout`, or a subclass; `RolloutState` holds the object

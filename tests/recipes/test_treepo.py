@@ -17,6 +17,7 @@ from specrl_jax.recipes.treepo import Forks, plan_forks
 from specrl_jax.rollout.engine import runner
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.build import build
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.types import Source
@@ -29,7 +30,8 @@ FORKS = Forks(SEGMENT, roots=2, branches=2)
 
 def grow(spec, weights, step=1, prompts=PROMPTS, forks=FORKS, **inputs):
     noise = NoiseKey(jax.random.key(ref.KEY), step)
-    return forks(spec, weights, Requests(prompts, noise, **inputs))
+    requests = Requests(prompts, noise, **inputs)
+    return forks(spec, weights, requests, clock=Stopwatch())
 
 
 def copied_lens(rollout) -> np.ndarray:
@@ -287,7 +289,7 @@ def test_held_out_responses_do_not_fork(mesh, monkeypatch):
     monkeypatch.setattr(Forks, "__call__", None)
     with run.responder.pool:
         answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.responder)
-    assert isinstance(run.responder.generate, Forks)
+    assert isinstance(run.roll_out, Forks)
     assert all(responses.group_size == 4 for responses in answered)
     sources = np.concatenate([np.asarray(x.rollout.tokens.sources) for x in answered])
     assert not np.any(sources == Source.COPIED)

@@ -8,13 +8,14 @@ shard of the batch has a queue of its own rows. A row never leaves its shard.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
-from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.rows import Rows
 
 STEPS_BETWEEN_COUNTS = 32  # most steps until groups are counted, where enough groups end a rollout
@@ -40,7 +41,8 @@ class Scheduler:
                     break
                 if not any(self.queues) and not any(self.idle_queues):
                     self._compact(runner.unfinished_all)
-                self._decode(self._stop_condition())
+                plan, stop = self._plan(self._stop_condition())
+                self._record(plan, *runner.decode(stop, plan.width))
         runner.write_back()
         return runner.all_rows
 
@@ -93,19 +95,21 @@ class Scheduler:
         while size < self.runner.size:
             self.runner.compact(self.buckets.size_below(self.runner.size))
 
-    def _decode(self, stop: StopCondition) -> None:
-        """Decode until the stop condition holds, or `speculation` plans again."""
-        runner = self.runner
+    def _plan(self, stop: StopCondition) -> tuple[StepPlan, StopCondition]:
+        """Plan decode steps until the stop condition holds, or `speculation` plans again."""
         widths = self.buckets.widths
         if self.speculation is None:
-            runner.decode(stop, widths[-1])
-            return
-        plan = self.speculation.plan_steps(runner.size, widths)
+            return StepPlan(widths[-1], max_steps=0, probe=False), stop
+        plan = self.speculation.plan_steps(self.runner.size, widths)
         if plan.max_steps:
             max_steps = np.int32(min(plan.max_steps, stop.max_steps))
             stop = dataclasses.replace(stop, max_steps=max_steps)
-        steps, histogram = runner.decode(stop, plan.width)
-        self.speculation.record_steps(plan, steps, histogram)
+        return plan, stop
+
+    def _record(self, plan: StepPlan, steps: int, histogram: Sequence[int]) -> None:
+        """Note the decode steps that were made; histogram: as `Runner.decode` returns it."""
+        if self.speculation is not None:
+            self.speculation.record_steps(plan, steps, histogram)
 
     def _stop_condition(self) -> StopCondition:
         """Return the condition under which rows can begin or be compacted."""
