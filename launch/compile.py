@@ -29,7 +29,7 @@ flags.mark_flag_as_required("topology")
 
 
 def main() -> None:
-    from specrl_jax.compile import chips
+    from specrl_jax.process import chips
 
     topology = _TOPOLOGY.value
     config = flags.FLAGS.config

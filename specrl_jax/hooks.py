@@ -2,9 +2,11 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from specrl_jax.compile import fit, memory, programs
 from specrl_jax.compile.shapes import AbstractRun
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.reports.report_page import ReportWriter
 from specrl_jax.reports.runs import read_run, summarize
@@ -15,6 +17,10 @@ from specrl_jax.training.state import Run, RunState
 
 class StandardHooks(Hooks):
     """Hooks of one run: each run needs its own."""
+
+    def check_model(self, config: Any, model: ModelConfig, prompts: int) -> None:
+        """Refuse a model whose largest arrays do not fit this machine's memory."""
+        memory.check(config, model, prompts)
 
     def fitted(self, run: Run) -> Run:
         """Return the run with the rows that fit its devices."""

@@ -12,6 +12,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.stop import StopRequest
+from specrl_jax.responses import mean_by_function
 from specrl_jax.rollout.generate import time_decoding
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
@@ -20,7 +21,6 @@ from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
 from specrl_jax.training.opening import OpenRun, opened
-from specrl_jax.training.responses import mean_by_function
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.speed import speed_metrics
 from specrl_jax.training.state import RolloutState, Run, RunState

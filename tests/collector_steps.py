@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import rollout_reference as ref
 
+from specrl_jax.responses import Responses, Taken
 from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.training.collect import TrainBatch, WholeRollout
-from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from specrl_jax.compile import chips
+from specrl_jax.process import chips
 
 _SIZES = (64, 128, 256)
 _DTYPES = ("bfloat16", "float32")

@@ -8,12 +8,12 @@ from rollout_reference import make_spec
 from specrl_jax.agents.episodes import Episodes
 from specrl_jax.agents.responder import EpisodeResponder
 from specrl_jax.data.prompts import encode_prompts, make_example
-from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
+from specrl_jax.text.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("".join(map(chr, range(32, 127))) + "\n")
 END = 1

@@ -12,13 +12,13 @@ from small_runs import line_of, preset, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.data.prompts import encode_prompts, load_examples
-from specrl_jax.data.tokenizer import load_tokenizer
 from specrl_jax.evaluation import export, saved_policy
 from specrl_jax.models import hf, lora, parameters
 from specrl_jax.models.config import Lora, ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import init_params
 from specrl_jax.sharding import make_mesh
+from specrl_jax.text.tokenizer import load_tokenizer
 
 ADAPTERS = {
     "lora.rank": 4, "checkpoint.every": 2, "train.steps": 4, "algorithm.kl_coef": 0.1,

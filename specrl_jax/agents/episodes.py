@@ -24,12 +24,11 @@ from specrl_jax import hosts
 from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.inputs import reason
+from specrl_jax.responses import Turns, problems_of
 from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.batch import Turns
-from specrl_jax.training.responses import problems_of
 from specrl_jax.types import Prompts
 
 

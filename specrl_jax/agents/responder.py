@@ -9,9 +9,8 @@ from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.episodes import Episodes, PlayedResult
 from specrl_jax.agents.turns import EpisodeRollout
-from specrl_jax.data.chat_template import changed_turns
-from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
+from specrl_jax.responses import Responder, Responses, Taken
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.engine.speculation import Speculation
@@ -19,7 +18,8 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.responses import Responder, Responses, Taken
+from specrl_jax.text.chat_template import changed_turns
+from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import Prompts
 
 

@@ -21,6 +21,7 @@ from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
 from specrl_jax.benchmarks.rollout import Log, Report, RolloutCase, run_case, seconds_of, spread
+from specrl_jax.compile import memory
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -57,7 +58,7 @@ def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
         rule = "none: an update is timed without a critic's values"
         raise ValueError(f"critic.kind must be {rule}, got {config.critic.kind!r}")
     config.rollout.draft = "head"
-    run, params = build(config)
+    run, params = build(config, memory.check)
     prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()
     state = init_state(run, params)
     rows = []

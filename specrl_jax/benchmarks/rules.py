@@ -14,6 +14,7 @@ import numpy as np
 
 from specrl_jax import train
 from specrl_jax.benchmarks.rollout import Log, Report, TimedRollout, as_history, run_case, spread
+from specrl_jax.compile import memory
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -63,7 +64,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     )
     # Drafts then keep of π_old what any rule needs.
     config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
-    run, params = build(config)
+    run, params = build(config, memory.check)
     if drift is None:
         drift = min(len(run.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
     prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()

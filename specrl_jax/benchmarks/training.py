@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax import train
 from specrl_jax.abstract import device_bytes
 from specrl_jax.benchmarks.rollout import Log, Report, Size, choose, seconds_of, without_end
-from specrl_jax.compile import programs
+from specrl_jax.compile import memory, programs
 from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run_log import RunLog
@@ -102,7 +102,7 @@ def _measure_case(config) -> tuple[dict[str, Any], int]:
 
 def _start(config) -> tuple[Run, RunState]:
     """Build the run, in which no token ends a response and all are equally likely."""
-    run, params = build(config)
+    run, params = build(config, memory.check)
     run = dataclasses.replace(run, rollout_spec=without_end(run.rollout_spec))
     params = params | {"final_norm": jnp.zeros_like(params["final_norm"])}
     return run, init_state(run, params)

@@ -6,8 +6,8 @@ from specrl_jax import abstract
 from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.data.curriculum import count_steps
-from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.models.load import load_shape
+from specrl_jax.text.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.training.build import policy_schedule, training_spec
 
 UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set

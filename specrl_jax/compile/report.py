@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from specrl_jax.compile.chips import Chip
 from specrl_jax.compile.programs import Program, compile_all, needed_bytes, peak_bytes
+from specrl_jax.process.chips import Chip
 
 _GB = 10**9
 _HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "GFLOP")

@@ -260,7 +260,7 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
 def _task(config: ConfigDict) -> Iterator[Check]:
     source = config.tokenizer.source
     model = config.model.source
-    by_character = source in load("data.tokenizer:OF_ALPHABET")
+    by_character = source in load("text.tokenizer:OF_ALPHABET")
     rule = f'"" or of a model where model.source is {model!r}'
     yield "tokenizer.source", rule, not (model and by_character)
     rule = f"False where tokenizer.source is {source}"

@@ -84,7 +84,7 @@ RANDOM_WEIGHTS = When("model.source", lambda c: not c.model.source, "")
 ADAPTERS = When("lora.rank", lambda c: c.lora.rank > 0, "8")
 ALPHABET = When(
     "tokenizer.source",
-    lambda c: c.tokenizer.source in load("data.tokenizer:OF_ALPHABET"),
+    lambda c: c.tokenizer.source in load("text.tokenizer:OF_ALPHABET"),
     "characters",
 )
 SPECIAL_TOKENS = When("tokenizer.source", lambda c: not ALPHABET.holds(c), "")

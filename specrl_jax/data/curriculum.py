@@ -101,8 +101,8 @@ class PromptStream(StatePart):
     def _check_count(self, count: int) -> None:
         if count > len(self._ids):
             raise ValueError(
-                f"rollout.prompts_per_step + rollout.partial must be <= {len(self._ids)}, the "
-                f"number of training prompts, got {count}"
+                f"data.prompts must be >= {count}, the prompts that are under way at once, got "
+                f"{len(self._ids)}; fewer prompts a step would fit"
             )
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from specrl_jax.data.chat_template import Messages
 from specrl_jax.inputs import jsonable, one_line
+from specrl_jax.text.chat_template import Messages
 
 # What a message of the assistant may say beside its content.
 _SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")

@@ -21,9 +21,9 @@ import numpy as np
 from specrl_jax.agents.environments import ENVIRONMENTS
 from specrl_jax.data.messages import asks, canonical, check_text, read_prompt, with_instruction
 from specrl_jax.data.readers import READERS, Row
-from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import answer_pattern, is_blank, json_value, jsonable, one_line
 from specrl_jax.rewards.scorers import scorers_of
+from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import FILLER_TASK, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")

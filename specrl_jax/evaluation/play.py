@@ -5,9 +5,9 @@ import dataclasses
 from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.models.transformer import Params
+from specrl_jax.responses import Responder
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.requests import Requests
-from specrl_jax.training.responses import Responder
 
 
 def play(

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from specrl_jax.config import check_version, flatten
 from specrl_jax.config.fields import FIELDS
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
-from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
@@ -28,6 +27,7 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import make_stop_strings, write_stop
 from specrl_jax.sharding import shards
+from specrl_jax.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.types import Prompts
 
 BEST = "best"

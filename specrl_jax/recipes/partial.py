@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.responses import Responses, Taken
 from specrl_jax.rollout.drafts.edit import without_drafts
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
@@ -20,7 +21,6 @@ from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.sharding import put
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.responses import Responses, Taken
 from specrl_jax.rollout.drafts.edit import as_drafts, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
@@ -20,7 +21,6 @@ from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
 from specrl_jax.sharding import reshard, shards
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 

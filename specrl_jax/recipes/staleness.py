@@ -24,7 +24,8 @@ import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.data.curriculum import PromptStream
-from specrl_jax.training.batch import TrainBatch, Turns
+from specrl_jax.responses import Turns
+from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.state import BatchSource, Collect, Record, Run, RunState
 from specrl_jax.types import Rollout, StatePart
 
@@ -62,8 +63,8 @@ class RolloutsAhead(BatchSource, StatePart):
         self._mesh = jax.sharding.get_mesh()
         self._find = stream.find
         self._waiting: collections.deque[TrainBatch] = collections.deque()
-        # Each waits for its rollouts.
-        self._under_way: collections.deque[Callable] = collections.deque()
+        # Each waits for its rollouts, which steps up to this one have trained the weights of.
+        self._under_way: collections.deque[tuple[int, Callable]] = collections.deque()
         self._executor: concurrent.futures.Executor | None = None  # None: rollouts take turns
         if run.rollout_mesh != self._mesh:
             self._executor = concurrent.futures.ThreadPoolExecutor(
@@ -87,7 +88,8 @@ class RolloutsAhead(BatchSource, StatePart):
         if missing > 0:
             weights = state.rollout_weights(run)
         for _ in range(missing):
-            self._under_way.append(self._begin(collect, run, state.rollout, weights))
+            begun = self._begin(collect, run, state.rollout, weights)
+            self._under_way.append((state.step - 1, begun))
         if not self._waiting:
             self._receive(record)
         return self._waiting.popleft()
@@ -108,10 +110,11 @@ class RolloutsAhead(BatchSource, StatePart):
 
     def _receive(self, record: Record) -> None:
         """Wait for the oldest rollouts under way, and record their responses."""
-        batch, rollouts = self._under_way.popleft()()
+        trained, result = self._under_way.popleft()
+        batch, rollouts = result()
         record(batch, rollouts)
         batch = dataclasses.replace(batch, rollout=sharding.move(batch.rollout, self._mesh))
-        if batch.step > 1:
+        if batch.step - 1 > trained:
             metrics = batch.metrics | {"rollout/stale_fraction": 1.0}
             batch = dataclasses.replace(batch, metrics=metrics, stale=True)
         self._waiting.append(batch)

@@ -19,13 +19,13 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.responses import Responses
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Prompts, Rollout, StatePart
 
@@ -81,6 +81,26 @@ class WaitingGroups(WholeRollout):
         part = part_size(config)
         keeps_all = part >= group_size or config.curriculum.reuse_screening
         return group_size if keeps_all else group_size - part
+
+    @classmethod
+    def check_enough(cls, config, prompts: int) -> None:
+        """Raise ValueError where none are left for a rollout beside all that may wait."""
+        size = config.rollout.prompts_per_step
+        least = 2 * size
+        reason = cls.asked_by(config)
+        if part_size(config) < config.rollout.group_size:
+            parts = config.rollout.group_size // part_size(config)
+            least = (3 * parts + 1) * size
+            reason = f"curriculum.name = {config.curriculum.name}"
+        if prompts < least:
+            raise ValueError(
+                f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = "
+                f"{size}, got {prompts}; fewer prompts a step would fit"
+            )
+
+    @staticmethod
+    def keeps_signal(config) -> bool:
+        return config.algorithm.dynamic_sampling
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
         return self.groups.wants_rollout()

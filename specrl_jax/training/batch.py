@@ -1,24 +1,11 @@
 """Batch that a step trains on, as the rollouts leave it."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.responses import Turns
 from specrl_jax.types import Prompts, Rollout
-
-
-class Turns(NamedTuple):
-    """Turns of B episodes, of at most K turns each."""
-
-    rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
-    ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
-    roles: np.ndarray  # str [B, K], role of the environment's answer to a turn; "" for no answer
-
-    @property
-    def counts(self) -> np.ndarray:
-        """int [B], turns of each episode."""
-        return np.count_nonzero(self.ends, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

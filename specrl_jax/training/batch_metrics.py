@@ -7,6 +7,7 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
+from specrl_jax.responses import Responses, mean_by_function
 from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
@@ -16,7 +17,6 @@ from specrl_jax.telemetry.rollout_metrics import (
     turn_metrics,
 )
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.responses import Responses, mean_by_function
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Source
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,7 @@ from specrl_jax.algorithms.update_spec import (
     make_schedule,
     make_update_spec,
 )
-from specrl_jax.compile import memory
-from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
+from specrl_jax.data.curriculum import count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
     EncodedDataset,
@@ -27,13 +28,13 @@ from specrl_jax.data.prompts import (
     eval_batches,
     load_examples,
 )
-from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
+from specrl_jax.responses import Responder
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
@@ -45,28 +46,36 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
+from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.training.description import describe, policy_updates, rate_jump
-from specrl_jax.training.responses import Responder
 from specrl_jax.training.slots import collector_of, roll_out_of, source_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
+# (config, model, prompts to train on) → None, or ValueError in one line
+CheckModel = Callable[[Any, ModelConfig, int], None]
 
-def build(config) -> tuple[Run, Params]:
+
+def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Params]:
     """Load all that `config` names; returns the run and the policy's first weights.
 
+    check_model: refuses a model before its weights are read, see `hooks.Hooks.check_model`.
     Raises ValueError in one line where something is missing or does not fit.
     """
     tokenizer = load_tokenizer(config)
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    stream = make_stream(config, prompts)
-    _check_enough(config, stream, len(prompts.lens))
+    make_stream(config, prompts)  # checks what it can
+    collector = collector_of(config)
+    collector.check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
-    fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
-    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
+
+    def check(model: ModelConfig) -> None:
+        check_model(config, model, len(prompts.lens))
+
+    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, check)
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
@@ -84,7 +93,7 @@ def build(config) -> tuple[Run, Params]:
         roll_out=roll_out_of(config, responder),
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
-        collector=collector_of(config),
+        collector=collector,
         total_steps=total_steps,
         key=jax.random.key(config.seed),
         source=source,
@@ -189,7 +198,7 @@ def training_spec(
     pad_id: int,
     stop: StopStrings | None = None,
 ) -> RolloutSpec:
-    """Return the spec of training rollouts: of whole groups, or of parts that screen prompts."""
+    """Return the spec of training rollouts, whose groups are as large as the collector says."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
     return dataclasses.replace(spec, group_size=collector_of(config).rollout_group_size(config))
 
@@ -197,24 +206,6 @@ def training_spec(
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """Return the policy's learning rate by its updates; it has none while the critic warms up."""
     return make_schedule(config.updates, policy_updates(config, total_steps))
-
-
-def _check_enough(config, stream: PromptStream, count: int) -> None:
-    """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
-    size = config.rollout.prompts_per_step
-    reason = ""
-    if config.algorithm.dynamic_sampling:
-        least = 2 * size
-        reason = "algorithm.dynamic_sampling"
-    if stream.screens:
-        parts = config.rollout.group_size // config.curriculum.screening
-        least = (3 * parts + 1) * size
-        reason = f"curriculum.name = {config.curriculum.name}"
-    if reason and count < least:
-        raise ValueError(
-            f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
-            f"got {count}; fewer prompts a step would fit"
-        )
 
 
 # The state ----------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.models.transformer import Params
+from specrl_jax.responses import Responses, Taken
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.batch_metrics import make_train_batch
-from specrl_jax.training.responses import Responses, Taken
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, StatePart
 
@@ -53,6 +53,15 @@ class WholeRollout(StatePart):
     def generations(stored: int) -> int:
         """Return how many generations `history` has, of which the store keeps `stored`."""
         return stored
+
+    @classmethod
+    def check_enough(cls, config, prompts: int) -> None:
+        """Raise ValueError in one line where the prompts to train on are too few."""
+
+    @staticmethod
+    def keeps_signal(config) -> bool:
+        """Return whether groups without a signal are left out of batches."""
+        return False
 
     # A step
 

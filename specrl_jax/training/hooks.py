@@ -2,13 +2,21 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import Run, RunState
 
 
 class Hooks:
     """Acts beside the steps of one run. This class does nothing."""
+
+    def check_model(self, config: Any, model: ModelConfig, prompts: int) -> None:
+        """Raise ValueError in one line where this machine cannot train so large a model.
+
+        prompts: to train on.
+        """
 
     def fitted(self, run: Run) -> Run:
         """Return the run as this machine can make it."""

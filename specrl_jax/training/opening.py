@@ -57,7 +57,7 @@ def opened(
         if stop is None:
             stop = stack.enter_context(StopRequest())
         has_config = _check(config, workdir, described, resume_from)
-        run, params = build(config)
+        run, params = build(config, hooks.check_model)
         hosts.check_same(run.fingerprints, "give them the same files")
         run = hooks.fitted(run)
         checkpoints = _enter_resources(stack, run, workdir, hooks)

@@ -12,11 +12,11 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.process.runtime import compile_metrics
+from specrl_jax.responses import Responses
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import Recorded, RolloutRecords
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.responses import Responses
 from specrl_jax.training.state import Run
 from specrl_jax.types import Prompts, Source
 

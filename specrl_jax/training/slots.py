@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from specrl_jax import recipes
+from specrl_jax.responses import Responder
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.responses import Responder
 from specrl_jax.training.state import BatchSource
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import jax
 
-from specrl_jax.compile import chips
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import param_count
+from specrl_jax.process import chips
 from specrl_jax.training.state import Run, RunState
 
 

@@ -25,6 +25,7 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.checkpoint import checksum
 from specrl_jax.process.runtime import machine
+from specrl_jax.responses import Responder, Responses
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutResult, RolloutSpec
@@ -33,7 +34,6 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
 

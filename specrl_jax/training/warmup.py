@@ -31,10 +31,10 @@ from specrl_jax.data.prompts import (
     load_warmup_examples,
     right_padded,
 )
-from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
+from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import Batch
 
 _CALLS = 12  # most calls of the compiled function; all calls make the same number of steps

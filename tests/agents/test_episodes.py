@@ -17,10 +17,10 @@ from specrl_jax import train as loop
 from specrl_jax.agents.environment_pool import EnvironmentPool
 from specrl_jax.agents.responder import EpisodeResponder
 from specrl_jax.agents.turns import turn_drafts
-from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.rollout.stop_strings import StopStrings
+from specrl_jax.text.tokenizer import CharacterTokenizer
 from specrl_jax.types import Rollout, Source, Tokens
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at

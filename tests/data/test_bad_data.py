@@ -14,7 +14,7 @@ from test_gguf_tokenizer import write_gguf
 from test_prompts import ROWS, config, write_jsonl
 
 from specrl_jax.data.prompts import load_examples
-from specrl_jax.data.tokenizer import HuggingFaceTokenizer
+from specrl_jax.text.tokenizer import HuggingFaceTokenizer
 
 GOOD = json.dumps({"question": "1 + 1?", "answer": "2"}).encode() + b"\n"
 DEEP = b"[" * 100_000

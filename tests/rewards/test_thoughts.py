@@ -7,10 +7,10 @@ import pytest
 from small_runs import line_of, small_config
 
 from specrl_jax.data.prompts import encode_prompts, make_example
-from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.responses import Responder
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.text.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.training.build import make_responder
-from specrl_jax.training.responses import Responder
 
 TAGS = ThoughtTags.parse("<think> </think> [THINK] [/THINK]")
 PARTS = [

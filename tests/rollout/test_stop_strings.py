@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 from rollout_reference import host
 
-from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.rollout.stop_strings import (
     NOTHING,
     StopStrings,
@@ -20,6 +19,7 @@ from specrl_jax.rollout.stop_strings import (
     turn_ends,
     write_stop,
 )
+from specrl_jax.text.tokenizer import CharacterTokenizer
 
 TEXT = st.text("ab<", max_size=3)
 STRING = st.text("ab<", min_size=1, max_size=4)

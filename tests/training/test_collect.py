@@ -11,6 +11,7 @@ from specrl_jax import train as loop
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
+from specrl_jax.training import collect
 
 Q, G, STEPS = 4, 8, 4
 CHANGES = {
@@ -42,7 +43,7 @@ class Seen:
 
 def watch(config, workdir) -> Seen:
     """Train, and note every rollout and batch on the way."""
-    seen, make_train_batch = Seen([], []), loop.make_train_batch
+    seen, make_train_batch = Seen([], []), collect.make_train_batch
 
     def one_batch(run, state, rollouts, seconds):
         seen.rollouts.extend((state.step, responses) for responses in rollouts)
@@ -51,7 +52,7 @@ def watch(config, workdir) -> Seen:
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_train_batch", one_batch)
+        patch.setattr(collect, "make_train_batch", one_batch)
         loop.train(config, workdir)
     return seen
 

@@ -13,7 +13,7 @@ from specrl_jax import train as loop
 from specrl_jax.algorithms import scoring
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts
-from specrl_jax.training import learn
+from specrl_jax.training import collect, learn
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Batch, Prompts, Source
@@ -199,13 +199,13 @@ def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
     """Two functions and the price of length, each normalised in its group: by NumPy."""
     collected = []
-    make_train_batch = loop.make_train_batch
+    make_train_batch = collect.make_train_batch
 
     def watch_batch(run, state, rollouts, seconds):
         collected.append(rollouts[0].rewards.by_function)
         return make_train_batch(run, state, rollouts, seconds)
 
-    monkeypatch.setattr(loop, "make_train_batch", watch_batch)
+    monkeypatch.setattr(collect, "make_train_batch", watch_batch)
     changes = SOME_SIGNAL | {
         "algorithm.advantage": "gdpo", "reward.name": "small_runs:score_first_letter*2+format",
         "reward.format": "[0-4].*", "reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3,

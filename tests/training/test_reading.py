@@ -9,10 +9,10 @@ from scripted_policy import TAGS, TOKENIZER, play
 from small_runs import line_of, small_config
 
 from specrl_jax.agents.environment_pool import EnvironmentPool
+from specrl_jax.responses import Responder
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.training.build import make_responder
-from specrl_jax.training.responses import Responder
 
 LIMITS = {"timeout": 60.0, "memory_mib": 1024, "workers": 1}
 PROBLEM = ("", "task", {})

@@ -15,10 +15,10 @@ from small_models import random_params
 from specrl_jax.algorithms.scoring import RowTokens
 from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.data import prompts
-from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
+from specrl_jax.text.tokenizer import CharacterTokenizer
 from specrl_jax.training import warmup
 
 MODEL = ModelConfig(

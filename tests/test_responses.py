@@ -7,10 +7,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax import hosts
-from specrl_jax.data.tokenizer import HuggingFaceTokenizer
+from specrl_jax.responses import Responder
 from specrl_jax.rewards.pool import RewardPool
 from specrl_jax.rollout.stop_strings import make_stop_strings
-from specrl_jax.training.responses import Responder
+from specrl_jax.text.tokenizer import HuggingFaceTokenizer
 
 
 def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from small_runs import line_of
 
-from specrl_jax.data.tokenizer import HuggingFaceTokenizer
 from specrl_jax.inputs import resolve_source
+from specrl_jax.text.tokenizer import HuggingFaceTokenizer
 
 TEXTS = [
     "Hello, how are you?",

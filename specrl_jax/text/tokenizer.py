@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.data import gguf_tokenizer
-from specrl_jax.data.chat_template import ChatTemplate, Messages
-from specrl_jax.data.control_tokens import ControlTokens
 from specrl_jax.inputs import one_line, read_json, resolve_source
+from specrl_jax.text import gguf_tokenizer
+from specrl_jax.text.chat_template import ChatTemplate, Messages
+from specrl_jax.text.control_tokens import ControlTokens
 
 _TOKENIZER_JSON = "tokenizer.json"
 _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")

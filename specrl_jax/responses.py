@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
@@ -23,10 +22,23 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.batch import Turns
+from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import Prompts, Rollout
 
 MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
+
+
+class Turns(NamedTuple):
+    """Turns of B episodes, of at most K turns each."""
+
+    rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
+    ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
+    roles: np.ndarray  # str [B, K], role of the environment's answer to a turn; "" for no answer
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int [B], turns of each episode."""
+        return np.count_nonzero(self.ends, axis=1)
 
 
 class Taken(NamedTuple):

@@ -7,8 +7,8 @@ ask for.
 import pytest
 from test_control_tokens import FAMILIES, write_tokenizer
 
-from specrl_jax.data.chat_template import changed_turns
-from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.text.chat_template import changed_turns
+from specrl_jax.text.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 
 QWEN3 = """
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}

@@ -7,7 +7,7 @@ import os
 import pytest
 from small_runs import launch
 
-from specrl_jax.compile import chips
+from specrl_jax.process import chips
 
 LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -9,7 +9,7 @@ from small_runs import line_of
 from test_gguf_tokenizer import CHATML, TEXTS, write_gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, load_tokenizer
+from specrl_jax.text.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 # --- characters -----------------------------------------------------------------------------------
 
