@@ -49,7 +49,9 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
 
 # Words of recipes. The advantage by shared beginnings, in advantages.py, is not one yet.
 GUESTS = re.compile(
-    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
+    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris|dynamic.?sampling"
+    r"|\bscreen",
+    re.IGNORECASE,
 )
 CORE = ("train.py", "types.py", "training", "rollout", "algorithms")
 
