@@ -92,8 +92,8 @@ def decode_steps(
     the draft tokens of a step.
 
     Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: row steps
-    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted; and what
-    `count_unfinished` returns.
+    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted, all 0 where
+    W is 1; and what `count_unfinished` returns.
     """
 
     def goes_on(state: tuple) -> Array:

@@ -230,7 +230,8 @@ class Runner:
     def decode(self, stop: StopCondition, width: int) -> tuple[int, list[int]]:
         """Run decode steps of one width.
 
-        Returns the number of steps, and row steps by the number of accepted draft tokens, [width].
+        Returns the number of steps, and row steps by the number of accepted draft tokens, [width];
+        of width 1 they are not counted.
         """
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
