@@ -13,10 +13,10 @@ from specrl_jax import hosts
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.responses import mean_by_function
-from specrl_jax.rollout.generate import time_decoding
+from specrl_jax.rollout.engine.speculation import time_steps
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
-from specrl_jax.training.collect import collect, next_requests
+from specrl_jax.training.collect import next_requests
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
@@ -32,7 +32,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     Prompts → drafts → rollout → rewards → store until there is a batch, then batch → update → log.
     """
     state.step += 1
-    batch = state.source.next(run, state, collect, log.record)
+    batch = state.source.next(run, state, log.record)
     log.begin(batch.step, batch.epoch)
     with log.clock.timed("time/update"):
         metrics = update_policy(run, state, batch)
@@ -111,26 +111,26 @@ def train(
         if opening is None:
             return
         opening.hooks.before_first_step(opening.run, opening.state)
-        time_steps(opening.run, opening.state)
+        time_widths(opening.run, opening.state)
         loop(opening)
     if hosts.is_primary():
         _finish(opening, workdir)
 
 
-def time_steps(run: Run, state: RunState) -> None:
-    """Time decode steps where rollouts choose by them."""
+def time_widths(run: Run, state: RunState) -> None:
+    """Time decode steps of each width, where rollouts choose by them."""
     speculation = state.rollout.speculation
     if speculation is not None and speculation.seconds is None:
         weights = state.rollout_weights(run)
-        speculation.seconds = state.source.call(_time_decoding, run, state.rollout, weights)
+        speculation.seconds = state.source.call(_time_steps, run, state.rollout, weights)
 
 
-def _time_decoding(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:
+def _time_steps(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:
     """Time decode steps of the next rollout."""
     # A copy of the stream: the run's first batch is not used up.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     requests, _ = next_requests(run, ahead)
-    return time_decoding(run.rollout_spec, weights, requests)
+    return time_steps(run.rollout_spec, weights, requests)
 
 
 def _finish(opening: OpenRun, workdir: Path) -> None:

@@ -13,7 +13,7 @@ from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
-from specrl_jax.training.collect import TrainBatch, WholeRollout
+from specrl_jax.training.collect import Collector, TrainBatch
 from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts
 
@@ -50,8 +50,8 @@ class Step:
     groups: np.ndarray  # int [Q], those that are trained on
     batch: TrainBatch
     result: RolloutResult  # of the groups that are trained on
-    before: WholeRollout
-    after: WholeRollout
+    before: Collector
+    after: Collector
 
     @property
     def rollout(self):

@@ -18,7 +18,7 @@ from specrl_jax import abstract, hosts
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.edit import turn_drafts
-from specrl_jax.rollout.engine.all_rows import cut_drafts, read_rollout
+from specrl_jax.rollout.engine.all_rows import read_rollout
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
@@ -74,29 +74,19 @@ class EpisodeRollout:
             counts[row] = len(ids)
         rows = np.array(sorted(answers), int)
         answered = np.isin(np.arange(len(lens)), rows)
-        runner.all_rows = append_forced(
-            runner.all_rows,
-            put(forced, "batch", None),
-            put(counts, "batch"),
-            put(answered, "batch"),
+        on_device = put(answered, "batch")
+        counts_on_device = put(counts, "batch")
+        all_rows = append_forced(
+            runner.all_rows, put(forced, "batch", None), counts_on_device, on_device
         )
-        runner.lens = lens + counts
+        draft_lens = None
         if self.draft_episodes is not None:
-            self._draft_turns(answered)
+            new = turn_drafts(
+                self.draft_episodes, all_rows, all_rows.done, self.spec.eos_ids, self.spec.stop
+            )
+            draft_lens = jnp.where(on_device, new.lens, runner.drafts.lens)
+        runner.take_over(all_rows, lens + counts, answered, draft_lens)
         self.scheduler.go_on(rows, lens[rows] - 1, over)
-
-    def _draft_turns(self, answered: np.ndarray) -> None:
-        """Give the rows `answered` bool [B] the drafts of their next turn."""
-        spec = self.spec
-        runner = self.runner
-        rows = runner.all_rows
-        new = turn_drafts(self.draft_episodes, rows, rows.done, spec.eos_ids, spec.stop)
-        lens = jnp.where(put(answered, "batch"), new.lens, runner.drafts.lens)
-        runner.drafts = dataclasses.replace(runner.drafts, lens=lens)
-        ends, cut_ends = hosts.fetch((lens, cut_drafts(spec, rows, lens)))
-        more = np.where(answered, np.maximum(ends - runner.lens, 0), 0)
-        runner.draft_ends = np.where(answered, cut_ends, runner.draft_ends)
-        runner.draft_lens = runner.draft_lens + more
 
     def result(self) -> RolloutResult:
         """Return the episodes, once all are over."""
@@ -109,20 +99,23 @@ class EpisodeRollout:
 
 
 class TurnScheduler(Scheduler):
-    """Scheduler of rows whose slots are kept while their environment answers."""
+    """Scheduler of rows that wait for their environment.
+
+    They keep their slots meanwhile, unless other rows need them.
+    """
 
     def __init__(self, runner: Runner, speculation: Speculation | None = None):
         super().__init__(runner, speculation)
         # int [shards], rows within a turn when rows last began or went on
-        self.alive = np.zeros_like(runner.unfinished_all)
+        self.in_turn = np.zeros_like(runner.unfinished_all)
 
     def _occupied(self) -> np.ndarray:
-        return self.alive
+        return self.in_turn
 
     def _admit(self) -> bool:
         waiting = np.array([len(queue) for queue in self.queues])
         admitted = super()._admit()
-        self.alive = self.alive + waiting - [len(queue) for queue in self.queues]
+        self.in_turn = self.in_turn + waiting - [len(queue) for queue in self.queues]
         return admitted
 
     def run_turns(self, share: float) -> Rows:
@@ -152,14 +145,14 @@ class TurnScheduler(Scheduler):
         runner.free(over)
         slots = runner.slots_of_rows()
         here = slots[rows] >= 0
-        self.alive = runner.unfinished_all + self._by_shard(rows[here])
+        self.in_turn = runner.unfinished_all + self._by_shard(rows[here])
         if here.any():
             runner.go_on(rows[here], slots[rows[here]], starts[here])
         for row in rows[~here][::-1].tolist():
             self.queues[row // runner.shard_rows].insert(0, row)
-        lives = np.flatnonzero(~over)
-        if not any(self.queues) and np.all(slots[lives] >= 0):
-            self._compact(self._by_shard(lives))
+        unfinished = np.flatnonzero(~over)
+        if not any(self.queues) and np.all(slots[unfinished] >= 0):
+            self._compact(self._by_shard(unfinished))
 
     def _by_shard(self, rows: np.ndarray) -> np.ndarray:
         """Count rows int [k] on each shard, int [shards]."""

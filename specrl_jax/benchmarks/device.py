@@ -332,7 +332,7 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     stored = np.zeros((size.rows, size.response_len), np.int32)
     lens = np.full(size.rows, size.response_len, np.int32)
     history = as_history(stored, lens, GROUP)
-    cache = init_cache(size.model, size.rows, spec.buckets(size.rows).slots)
+    cache = init_cache(size.model, size.rows, spec.buckets(size.rows).cache_slots)
     noise = NoiseKey(jax.random.key(0), 1)
 
     def rows_half_way() -> Rows:

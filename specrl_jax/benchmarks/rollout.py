@@ -29,8 +29,8 @@ from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.engine.speculation import Speculation, time_steps
+from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.sharding import put
@@ -283,7 +283,7 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
             ("previous+tree", tree, {"drafts": previous, "history": history}),
         ):
             drafted = dataclasses.replace(inputs, **fields)
-            seconds = time_decoding(spec, weights, drafted)
+            seconds = time_steps(spec, weights, drafted)
             speculation = Speculation(seconds)
             case = functools.partial(generate, spec, weights, drafted, speculation=speculation)
             cases[f"{kind}, {lost}"] = case

@@ -101,7 +101,7 @@ def _max_rows(kept: Any, shapes: RolloutShapes, there: float) -> int:
         }
         field = max(lengths, key=lengths.get)
         raise ValueError(
-            f"{field} must be smaller: a row of {shapes.buckets.slots:,} slots takes "
+            f"{field} must be smaller: a row of {shapes.buckets.cache_slots:,} slots takes "
             f"{need.row / 2**30:.3g} GiB of a device that has {there / 2**30:.3g} GiB, and all "
             f"other arrays need {need.beside / 2**30:.3g}, got {lengths[field]}"
         )
@@ -131,9 +131,9 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
     if "packed" not in model.kernels:
         scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")
     logits = 4 * buckets.verify_width * model.vocab_size // shards("vocab")
-    row = buckets.slots * slot
+    row = buckets.cache_slots * slot
     if shapes.spec.turns:  # the states of `feed`
-        row += buckets.slots * itemsize * model.embed_dim
+        row += buckets.cache_slots * itemsize * model.embed_dim
     block = buckets.block_rows * max(logits, row)
     return _COPIES * (tokens * slot + hidden + scores + block)
 
@@ -146,7 +146,7 @@ def _step_bytes(shapes: RolloutShapes) -> int:
     logits = 0 if "head" in model.kernels else model.vocab_size // shards("vocab")
     scores = 0
     if "cached" not in model.kernels:
-        scores = buckets.slots * model.num_heads // shards("heads")
+        scores = buckets.cache_slots * model.num_heads // shards("heads")
     # Every device has the packed texts of all shards: four numbers of a token, and its slot.
-    texts = shards("batch") * 4 * (4 * buckets.sequence_slots + buckets.slots)
+    texts = shards("batch") * 4 * (4 * buckets.sequence_slots + buckets.cache_slots)
     return _COPIES * 4 * spec.max_width * (logits + scores) + texts

@@ -152,7 +152,7 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     yield _program(f"{prefix}start", start_rows, *inputs)
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
-        size=shapes.buckets.sizes[0], slots=shapes.buckets.slots,
+        size=shapes.buckets.sizes[0], slots=shapes.buckets.cache_slots,
     )  # fmt: skip
     inputs = read_inputs(spec, shapes.all_rows, shapes.drafts)
     yield _program(f"{prefix}read", read_rollout, *inputs)

@@ -28,7 +28,7 @@ from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import move
 from specrl_jax.training.build import store_shape
-from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.collect import Collector
 from specrl_jax.training.learn import abstract_batch
 from specrl_jax.training.slots import collector_of, source_of
 from specrl_jax.training.state import Run
@@ -69,7 +69,7 @@ class AbstractRun:
         return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
 
     @property
-    def collector(self) -> type[WholeRollout]:
+    def collector(self) -> type[Collector]:
         return collector_of(self.config)
 
     @property

@@ -1,9 +1,11 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
-A file takes a slot of the run by a class of the slot's name, such as `SOURCE`. The class says which
-field of the configuration asks for it, "" where none does:
+A file takes a slot of the run, COLLECTOR, ROLL_OUT or SOURCE, by a class of the slot's name. The
+class says which field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
+
+`training.slots` fills the slots; docs/extending.md says what a class has besides.
 """
 
 import functools
@@ -21,7 +23,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
     Raises ValueError in one line where it asks for two.
     """
     taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
-    asked = [(guest, field) for guest in taken if (field := guest.asked_by(config))]
+    asked = [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
     if len(asked) > 1:
         fields = dict(flatten(config))
         first, second = (field for _, field in asked[:2])

@@ -20,7 +20,7 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.sharding import put
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.collect import Collector
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 
@@ -42,7 +42,7 @@ class BegunRows:
         return cls(rollout, rollout.lens > 0, rollout.lens)
 
 
-class PartialRollout(WholeRollout):
+class PartialRollout(Collector):
     """One rollout of more groups than are trained on; those that are not done go on later."""
 
     def __init__(self, run: Run):

@@ -20,12 +20,12 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
 from specrl_jax.sharding import reshard, shards
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.collect import Collector
 from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 
-class RunningAhead(WholeRollout):
+class RunningAhead(Collector):
     """One rollout, whose idle rows begin the prompts of the next step."""
 
     def __init__(self, run: Run):

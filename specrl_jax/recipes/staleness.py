@@ -26,7 +26,9 @@ from specrl_jax import sharding
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.responses import Turns
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.state import BatchSource, Collect, Record, Run, RunState
+from specrl_jax.training.collect import collect
+from specrl_jax.training.source import BatchSource, Record
+from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Rollout, StatePart
 
 
@@ -63,7 +65,7 @@ class RolloutsAhead(BatchSource, StatePart):
         self._mesh = jax.sharding.get_mesh()
         self._find = stream.find
         self._waiting: collections.deque[TrainBatch] = collections.deque()
-        # Each waits for its rollouts, which steps up to this one have trained the weights of.
+        # (the last step whose update made the weights, what waits for the rollouts)
         self._under_way: collections.deque[tuple[int, Callable]] = collections.deque()
         self._executor: concurrent.futures.Executor | None = None  # None: rollouts take turns
         if run.rollout_mesh != self._mesh:
@@ -78,7 +80,7 @@ class RolloutsAhead(BatchSource, StatePart):
     def ahead(self) -> int:
         return len(self._waiting) + len(self._under_way)
 
-    def next(self, run: Run, state: RunState, collect: Collect, record: Record) -> TrainBatch:
+    def next(self, run: Run, state: RunState, record: Record) -> TrainBatch:
         """Begin rollouts until N batches are ahead; return the oldest batch.
 
         Raises the error of its rollouts.

@@ -25,9 +25,9 @@ from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble
 from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.collect import WholeRollout
+from specrl_jax.training.collect import Collector
 from specrl_jax.training.state import RolloutState, Run
-from specrl_jax.types import Prompts, Rollout, StatePart
+from specrl_jax.types import Prompts, Rollout
 
 KEPT = 0  # rollout number of rows kept from earlier steps; this step's rollouts are 1, 2, ...
 
@@ -55,7 +55,7 @@ class Group:
         return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
-class WaitingGroups(WholeRollout):
+class WaitingGroups(Collector):
     """Rollouts until groups that teach fill the batch; those beyond it wait."""
 
     def __init__(self, run: Run):
@@ -175,7 +175,7 @@ def part_size(config) -> int:
     return settings.screening if screens else config.rollout.group_size
 
 
-class GroupBuffer(StatePart):
+class GroupBuffer:
     """Groups of a step, and those that wait for a later one."""
 
     def __init__(self, config, total_prompts: int):

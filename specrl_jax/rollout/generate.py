@@ -13,7 +13,7 @@ from specrl_jax.rollout.engine.all_rows import read_rollout
 from specrl_jax.rollout.engine.runner import Runner, Stats
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.engine.speculation import Speculation, time_steps
+from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.types import Rollout
 
@@ -43,10 +43,3 @@ def generate(
     step = np.int32(requests.noise.step)
     rollout = read_rollout(spec, all_rows, requests.drafts, requests.held, step)
     return RolloutResult(rollout, hosts.fetch(all_rows.done), runner.draft_lens, runner.stats)
-
-
-def time_decoding(
-    spec: RolloutSpec, weights: Params, requests: Requests
-) -> dict[tuple[int, int], float]:
-    """Time a decode step of such a rollout; return seconds by (rows, width)."""
-    return time_steps(Runner(spec, weights, requests))

@@ -26,5 +26,7 @@ class Requests:
     # bool [B], rows that nobody waits for: they fill slots that would be idle, as many on every
     # shard. None: none.
     idle: np.ndarray | None = None
-    first: np.ndarray | None = None  # bool [Q], groups that begin before all others; None: none
+    # bool [Q], groups that begin before the others; rows that hold tokens begin before both. None:
+    # none.
+    first: np.ndarray | None = None
     enough_groups: int = 0  # groups that are done at which the rollout may end; 0: all

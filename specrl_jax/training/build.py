@@ -40,9 +40,8 @@ from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
-from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.engine.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
@@ -93,16 +92,14 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
         roll_out=roll_out_of(config, responder),
         update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
-        collector=collector,
+        collector_type=collector,
         total_steps=total_steps,
         key=jax.random.key(config.seed),
-        source=source,
+        source_type=source,
         rollout_mesh=source.rollout_mesh(config),
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
-        if run.held_out:
-            run.eval_spec.check_max_rows()
     describe(run)
     return run, params
 
@@ -311,7 +308,7 @@ def _new_state(
     return RunState(
         policy_state=policy_state,
         rollout=rollout,
-        source=run.source(run, rollout.stream),
+        source=run.source_type(run, rollout.stream),
         origin=origin,
         reference=reference,
     )
@@ -333,7 +330,7 @@ def _new_rollout_state(run: Run) -> RolloutState:
     )
     if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
         state.speculation = Speculation()
-    state.collector = run.collector(run)
+    state.collector = run.collector_type(run)
     return state
 
 

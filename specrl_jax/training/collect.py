@@ -1,7 +1,7 @@
 """Collector of a step's batch: which prompts are rolled out, and what is trained on.
 
-`WholeRollout` makes one rollout. A recipe may have a collector of its own, a subclass that says
-where it differs.
+`Collector` makes one rollout of whole groups. A recipe may have a collector of its own, a subclass
+that says where it differs.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from specrl_jax.training.state import RolloutState, Run
 from specrl_jax.types import Drafts, Prompts, StatePart
 
 
-class WholeRollout(StatePart):
+class Collector(StatePart):
     """Makes one rollout of whole groups. Subclasses keep what waits between two steps."""
 
     def __init__(self, run: Run):
@@ -116,7 +116,7 @@ class WholeRollout(StatePart):
             ended=responses.ended,
         )
 
-    def restore(self, host, arrays) -> "WholeRollout":
+    def restore(self, host, arrays) -> "Collector":
         return self
 
 

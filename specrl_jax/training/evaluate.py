@@ -11,7 +11,7 @@ import numpy as np
 
 from specrl_jax.models.transformer import Params
 from specrl_jax.responses import Responder, Responses
-from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.types import Prompts

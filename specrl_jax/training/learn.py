@@ -170,7 +170,7 @@ def with_advantages(
     )
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
     # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
-    if not (run.collector.keeps_signal(run.config) or run.update_spec.critic):
+    if not (run.collector_type.keeps_signal(run.config) or run.update_spec.critic):
         signal = hosts.fetch(_has_signal(batch.advantages, batch.mask))
         by_group = signal.reshape(-1, run.trained_group_size).any(axis=1)
         metrics["reward/no_signal"] = float(np.mean(~by_group))

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from specrl_jax import recipes
 from specrl_jax.responses import Responder
 from specrl_jax.rollout.generate import RolloutResult
-from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.state import BatchSource
+from specrl_jax.training.collect import Collector
+from specrl_jax.training.source import BatchSource
 
 
-def collector_of(config) -> type[WholeRollout]:
-    return recipes.chosen(config, "COLLECTOR", WholeRollout)
+def collector_of(config) -> type[Collector]:
+    return recipes.chosen(config, "COLLECTOR", Collector)
 
 
 def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:

@@ -1,13 +1,13 @@
 """Parts of a run that never change (`Run`), and those that every step changes (`RunState`).
 
 A new part of the state is a `types.StatePart`, which gives and takes back what a checkpoint holds,
-a field of `RolloutState` or `RunState`, and a line of `build._new_state`. A collector adds its own
+a field of `RolloutState` or `RunState`, and a line of `build._new_rollout_state` or
+`build._new_state`. A collector adds its own
 part (`collect`).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,13 +27,13 @@ from specrl_jax.process.checkpoint import checksum
 from specrl_jax.process.runtime import machine
 from specrl_jax.responses import Responder, Responses
 from specrl_jax.rollout.drafts.store import DraftStore
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import RolloutResult, RolloutSpec
+from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.types import Drafts, Prompts, StatePart
 
 
@@ -53,15 +53,15 @@ class Run:
     roll_out: Callable[..., RolloutResult]  # in training; `Responder.roll_out`, or a recipe's
     update_spec: UpdateSpec
     schedule: optax.Schedule
-    collector: type  # `collect.WholeRollout`, or a subclass; `RolloutState` holds the object
+    collector_type: type  # makes the state's collector
     total_steps: int
     key: jax.Array
-    source: "type[BatchSource]"  # makes that of the state
+    source_type: type  # makes the state's source of batches
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
 
     @property
     def trained_group_size(self) -> int:
-        return self.collector.trained_group_size(self.config)
+        return self.collector_type.trained_group_size(self.config)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -179,7 +179,7 @@ class RolloutState:
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # where rollouts choose by measured cost
-    collector: Any = None  # `collect.WholeRollout`, or a subclass
+    collector: Any = None  # `collect.Collector`, or a recipe's
 
     def begin_step(self) -> None:
         """Begin the rollouts of the next step."""
@@ -223,7 +223,7 @@ class RunState:
 
     policy_state: PolicyState
     rollout: RolloutState
-    source: "BatchSource"
+    source: Any  # `source.BatchSource`, or a recipe's
     origin: RunOrigin
     step: int = 0  # finished steps; within a step, its number
     skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
@@ -287,53 +287,3 @@ class RunState:
                 owner = self if name in vars(self) else self.rollout
                 setattr(owner, name, part.restore(host[name], arrays.get(name, {})))
         self.rollout.step = self.step + self.source.ahead
-
-
-# Rolls out until there is a batch, with the weights that it is given.
-Collect = Callable[[Run, RolloutState, Params], tuple[TrainBatch, Sequence[Responses]]]
-# Records the responses of a batch's rollouts.
-Record = Callable[[TrainBatch, Sequence[Responses]], None]
-
-
-class BatchSource(contextlib.AbstractContextManager):
-    """Source of the steps' batches: each is collected as its step begins.
-
-    A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
-    a `StatePart`.
-    """
-
-    ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
-
-    @staticmethod
-    def rollout_mesh(config: Any) -> jax.sharding.Mesh:
-        """Make the mesh of rollouts; the mesh in use is of updates."""
-        return jax.sharding.get_mesh()
-
-    @staticmethod
-    def most_ahead(config: Any) -> int:
-        """Return how many steps' rollouts may wait for their update."""
-        return 0
-
-    @staticmethod
-    def describe(run: Run) -> str:
-        """Describe in a line where batches come from; "" where there is nothing to say."""
-        return ""
-
-    def __init__(self, run: Run, stream: PromptStream):
-        """Make the source of a new state, whose prompts are those of `stream`."""
-
-    def next(self, run: Run, state: RunState, collect: Collect, record: Record) -> TrainBatch:
-        """Return the batch of the step that begins, on the mesh in use."""
-        batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
-        record(batch, rollouts)
-        return batch
-
-    def call(self, function: Callable, *args: Any) -> Any:
-        """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""
-        return function(*args)
-
-    def settle(self, record: Record) -> None:
-        """Wait until no rollout is under way."""
-
-    def __exit__(self, *_: object) -> None:
-        """End what is under way."""

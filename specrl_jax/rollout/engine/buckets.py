@@ -46,7 +46,7 @@ class Buckets:
         return tuple(sorted({max(n, 1) * self.shards for n in own}, reverse=True))
 
     @functools.cached_property
-    def slots(self) -> int:
+    def cache_slots(self) -> int:
         """Slots of a row in the cache: its longest text, then a margin for the widest step."""
         width = max(self.max_width, self.feed_width if self.turns else 1)
         return round_slots(self.prompt_slots + self.response_slots + width - 1)
@@ -105,7 +105,9 @@ class Buckets:
         model = self.model
         logits = self.verify_width * model.vocab_size * 4
         itemsize = jnp.dtype(model.dtype).itemsize
-        cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+        cache = (
+            2 * self.cache_slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+        )
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
         # A chunk of the longest rows holds half as many rows: most blocks are full then.
         few = 4 * self.chunk_sequences

@@ -115,7 +115,7 @@ def feed(
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
         old_rows = gather(all_rows, block.row_ids)
-        texts = _texts(old_rows, drafts, block.row_ids, buckets.slots)
+        texts = _texts(old_rows, drafts, block.row_ids, buckets.cache_slots)
         own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
         windows = fed.windows[number]
         own, hidden = _feed_block(
@@ -160,7 +160,9 @@ def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Ar
             return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
 
         # The states of a row lie in the order of its slots.
-        nodes = jnp.arange(size * buckets.slots, dtype=jnp.int32).reshape(size, buckets.slots)
+        nodes = jnp.arange(size * buckets.cache_slots, dtype=jnp.int32).reshape(
+            size, buckets.cache_slots
+        )
         return RowBlock(cut(row_ids), cut(batch_slots), cut(draft_ends), nodes), cut(starts)
 
     row = axes("batch")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.models.kv_cache import KVCache
@@ -127,7 +128,9 @@ class Runner:
         self.buckets = spec.buckets(int(np.count_nonzero(~self.idle)))
         self.shard_rows = len(self.idle) // self.buckets.shards
         self.size = self.buckets.sizes[0]  # slots of the batch
-        batch = empty_batch(self.spec, self.all_rows, size=self.size, slots=self.buckets.slots)
+        batch = empty_batch(
+            self.spec, self.all_rows, size=self.size, slots=self.buckets.cache_slots
+        )
         self.cache: KVCache = batch[0]
         self.rows: Rows = batch[1]
         # Unfinished rows of the batch, [shards]: without idle ones, and all.
@@ -288,9 +291,27 @@ class Runner:
 
     # Rows move ------------------------------------------------------------------------------------
 
-    def free(self, over: np.ndarray) -> None:
-        """Free the slots of rows that are over, bool [B]; the others hold or draft other tokens."""
+    def take_over(
+        self, all_rows: Rows, lens: np.ndarray, changed: np.ndarray, draft_lens: Array | None
+    ) -> None:
+        """Take over rows that others have given tokens, before these rows go on.
+
+        lens: int32 [B], of what rows hold now. changed: bool [B], rows that got tokens. draft_lens:
+        int32 [B], on the device, the response length up to which rows have drafts; None: no drafts.
+        """
         self._texts = None
+        self.all_rows = all_rows
+        self.lens = lens
+        if draft_lens is None:
+            return
+        self.drafts = dataclasses.replace(self.drafts, lens=draft_lens)
+        ends, cut = hosts.fetch((draft_lens, cut_drafts(self.spec, all_rows, draft_lens)))
+        more = np.where(changed, np.maximum(ends - lens, 0), 0)
+        self.draft_ends = np.where(changed, cut, self.draft_ends)
+        self.draft_lens = self.draft_lens + more
+
+    def free(self, over: np.ndarray) -> None:
+        """Free the slots of rows that are over, bool [B]."""
         self.rows = release(self.rows, put(over, "batch"))
 
     def compact(self, size: int) -> None:

@@ -71,8 +71,7 @@ class Scheduler:
         if runner.size < self.buckets.sizes[0] or not any(queues):
             return False
         free = runner.size // self.buckets.shards - self._occupied()
-        waiting = np.array([len(queue) for queue in queues])
-        enough = np.minimum(waiting, self.buckets.refill)
+        waiting, enough = self._enough_slots(queues)
         if not np.any((waiting > 0) & (free >= enough)):
             return False
         row_ids = []
@@ -81,6 +80,11 @@ class Scheduler:
             del queue[:count]
         runner.admit(row_ids)
         return True
+
+    def _enough_slots(self, queues: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many rows wait on each shard, and the free slots at which they begin."""
+        waiting = np.array([len(queue) for queue in queues])
+        return waiting, np.minimum(waiting, self.buckets.refill)
 
     def _occupied(self) -> np.ndarray:
         """Return how many slots of each shard cannot be given away, int [shards]."""
@@ -117,9 +121,8 @@ class Scheduler:
         bounds: dict[str, Any] = {}
         queues = self.queues if any(self.queues) else self.idle_queues
         if any(queues):
-            # Stop once `enough` slots are free; otherwise _admit would have begun rows already.
-            waiting = np.array([len(queue) for queue in queues])
-            enough = np.minimum(waiting, self.buckets.refill)
+            # Stop once enough slots are free; otherwise _admit would have begun rows already.
+            waiting, enough = self._enough_slots(queues)
             full = runner.size // self.buckets.shards
             bounds["refill_at"] = np.where(waiting > 0, full - enough, -1)
         else:

@@ -34,4 +34,4 @@ class RolloutShapes:
 
     def batch(self, size: int) -> tuple[KVCache, Rows]:
         """Return the cache and the rows of a batch of `size` slots."""
-        return abstract_batch(self.spec, self.all_rows, size, self.buckets.slots)
+        return abstract_batch(self.spec, self.all_rows, size, self.buckets.cache_slots)

@@ -19,8 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.requests import Requests
 from specrl_jax.sharding import put
 from specrl_jax.types import StatePart
 
@@ -143,12 +146,15 @@ def _faded_sum(old: list[float], new: list[float], fade: float) -> list[float]:
     return [a + b for a, b in zip(faded, new)] + old[len(new) :]
 
 
-def time_steps(runner: Runner) -> dict[tuple[int, int], float]:
-    """Time a decode step by rows and width, in seconds, on rows that are made up.
+def time_steps(
+    spec: RolloutSpec, weights: Params, requests: Requests
+) -> dict[tuple[int, int], float]:
+    """Time a decode step of such a rollout, in seconds by (rows, width), on rows that are made up.
 
     The rows are half way through their responses: kernels read what rows have filled. Those that
     end within the timed steps are computed on as rows that are done.
     """
+    runner = Runner(spec, weights, requests)
     size = runner.size
     half = np.full(size, runner.spec.response_slots // 2, np.int32)
     unfinished = np.zeros(size, bool)

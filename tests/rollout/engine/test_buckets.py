@@ -17,7 +17,7 @@ def test_worked_example():
     """That of the module's docstring."""
     buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert buckets.sizes == (64, 32, 16, 8)
-    assert buckets.slots == 8 + 32 + 3
+    assert buckets.cache_slots == 8 + 32 + 3
     assert buckets.widths == (1, 2, 4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
     assert buckets.chunks == 11  # 32 rows on each shard, at worst three to a chunk
@@ -53,15 +53,15 @@ def test_fewer_slots_than_shards_are_refused(make_mesh):
 def test_widths_of_a_decode_step(widest, widths):
     buckets = Buckets(MODEL, 8, 4, 16, 1, max_width=widest)
     assert buckets.widths == widths
-    assert buckets.slots == 4 + 16 + widest - 1
+    assert buckets.cache_slots == 4 + 16 + widest - 1
 
 
 @pytest.mark.parametrize(("platform", "multiple"), [("gpu", 16), ("tpu", 128)])
 def test_slots_are_what_kernels_take(monkeypatch, platform, multiple):
     monkeypatch.setattr(kv_cache, "platform", lambda: platform)
     buckets = Buckets(MODEL, 64, 24, 128, 1, max_width=4)
-    assert buckets.slots % multiple == buckets.sequence_slots % multiple == 0
-    assert 0 <= buckets.slots - (24 + 128 + 3) < multiple
+    assert buckets.cache_slots % multiple == buckets.sequence_slots % multiple == 0
+    assert 0 <= buckets.cache_slots - (24 + 128 + 3) < multiple
     assert 0 <= buckets.sequence_slots - 2 * (24 + 128) < multiple
 
 

@@ -36,7 +36,7 @@ def begin(spec, weights, prompts, max_lens=None, idle=None):
     noise = NoiseKey(jax.random.key(0), 0)
     all_rows = ref.start(spec, prompts, noise, max_lens=max_lens, idle=idle)
     buckets = spec.buckets(count)
-    cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.slots)
+    cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.cache_slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
     packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))

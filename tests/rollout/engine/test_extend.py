@@ -372,7 +372,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         assert (texts.count > 1) == is_small
         assert (texts.blocks.max() > 1) == is_small
         model = ref.ONE_LAYER
-        slots = case.buckets.slots
+        slots = case.buckets.cache_slots
         placed = put(case.texts, "batch", None)
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))

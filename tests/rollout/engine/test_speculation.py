@@ -16,8 +16,8 @@ from specrl_jax.process.runtime import compile_metrics
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
 from specrl_jax.rollout.engine.runner import Runner
-from specrl_jax.rollout.engine.speculation import TIMED_STEPS, Speculation, StepPlan
-from specrl_jax.rollout.generate import generate, time_decoding
+from specrl_jax.rollout.engine.speculation import TIMED_STEPS, Speculation, StepPlan, time_steps
+from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.types import Source
@@ -287,7 +287,7 @@ def test_seconds_by_hand(timed, monkeypatch):
     monkeypatch.setattr(speculation.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(Runner, "decode", decode)
     weights = ref.policy(model=ref.ONE_LAYER)[1]
-    seconds = time_decoding(spec, weights, inputs)
+    seconds = time_steps(spec, weights, inputs)
     expected = {(rows, width): rows + width / 8 + 0.01 / TIMED_STEPS
                 for rows in (32, 16, 8) for width in (1, 2, 4)}  # fmt: skip
     assert seconds == pytest.approx(expected)
@@ -304,7 +304,7 @@ def test_what_a_rollout_ran_is_not_compiled_again(timed):
         generate(spec, weights, inputs, speculation=chooser)
     metrics = compile_metrics()
     assert metrics["compile/built"] + metrics["compile/read"] > 0
-    seconds = time_decoding(spec, weights, inputs)
+    seconds = time_steps(spec, weights, inputs)
     metrics = compile_metrics()
     assert metrics["compile/built"] + metrics["compile/read"] == 0
     assert set(seconds) == {(32, width) for width in (1, 2, 4)}

@@ -1,0 +1,60 @@
+"""Source of the steps' batches."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.responses import Responses
+from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.collect import collect
+from specrl_jax.training.state import Run, RunState
+
+# Records the responses of a batch's rollouts.
+Record = Callable[[TrainBatch, Sequence[Responses]], None]
+
+
+class BatchSource(contextlib.AbstractContextManager):
+    """Source of the steps' batches: each is collected as its step begins.
+
+    A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
+    a `StatePart`.
+    """
+
+    ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
+
+    @staticmethod
+    def rollout_mesh(config: Any) -> jax.sharding.Mesh:
+        """Make the mesh of rollouts; the mesh in use is of updates."""
+        return jax.sharding.get_mesh()
+
+    @staticmethod
+    def most_ahead(config: Any) -> int:
+        """Return how many steps' rollouts may wait for their update."""
+        return 0
+
+    @staticmethod
+    def describe(run: Run) -> str:
+        """Describe in a line where batches come from; "" where there is nothing to say."""
+        return ""
+
+    def __init__(self, run: Run, stream: PromptStream):
+        """Make the source of a new state, whose prompts are those of `stream`."""
+
+    def next(self, run: Run, state: RunState, record: Record) -> TrainBatch:
+        """Return the batch of the step that begins, on the mesh in use."""
+        batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
+        record(batch, rollouts)
+        return batch
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""
+        return function(*args)
+
+    def settle(self, record: Record) -> None:
+        """Wait until no rollout is under way."""
+
+    def __exit__(self, *_: object) -> None:
+        """End what is under way."""
