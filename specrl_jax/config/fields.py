@@ -353,7 +353,7 @@ FIELDS: dict[str, Field] = {
     "updates.skip_no_signal": _row(
         SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=NEW_RUN
     ),
-    "updates.select": _row(key_of("algorithms.row_selection:ROW_SELECTIONS"), may_change=NEW_RUN),
+    "updates.select": _row(key_of("algorithms.update_spec:ROW_SELECTIONS"), may_change=NEW_RUN),
     "updates.token_budget": _row(integer(), may_change=NEW_RUN),
     "updates.passes": _row(integer(1), may_change=NEW_RUN),
     "updates.learning_rate": _row(WEIGHT, may_change=NEW_RUN),
