@@ -38,7 +38,7 @@ ALLOWED = {
     "config": {"inputs"},
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
-        "models/gguf", "rewards/scorers", "types",
+        "models/gguf", "recipes", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"config", "hosts", "inputs", "sharding"},
