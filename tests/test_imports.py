@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/preference", "algorithms/advantages",
+    "algorithms/advantages", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -28,16 +28,17 @@ ALLOWED = {
     "packing": set(),
     "sharding": {"hosts"},
     "types": {"sharding"},
-    "algorithms": {"abstract", "hosts", "models", "packing", "sharding", "types"},
+    "algorithms": {
+        "abstract", "hosts", "models", "packing", "recipes", "sharding", "types",
+    },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
-    "algorithms/preference": PURE,
     "algorithms/losses": PURE,
-    "algorithms/advantages": PURE | {"inputs"},
+    "algorithms/advantages": PURE,
     "config": {"inputs"},
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
-        "rewards/scorers", "text", "types",
+        "recipes", "rewards/scorers", "text", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"config", "hosts", "inputs", "sharding"},
@@ -69,7 +70,7 @@ ALLOWED = {
         "sharding", "telemetry/metrics", "text", "types",
     },
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
-    "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
+    "telemetry": {"algorithms/advantages", "config", "inputs", "recipes", "types"},
     "evaluation": {
         "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry", "text",
         "types",

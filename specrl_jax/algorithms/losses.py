@@ -26,6 +26,7 @@ from specrl_jax.algorithms.corrections import (
     find_masked,
 )
 from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.recipes import Rules, Table, no_rules
 from specrl_jax.types import Batch
 
 
@@ -39,14 +40,13 @@ class LossConfig:
     clip_high: float = 0.28  # ε_high, >= 0
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
-    kl_coef: float = 0.0  # β, weight of the KL, or of the log-ratios in pairs
+    kl_coef: float = 0.0  # β, weight of the KL
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
-    solution_coef: float = 0.0  # weight of a solution's log-likelihood
     importance_cap: float = math.inf  # of the batch's importance weights, where it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
-    group_size: int = 1  # G, responses of a group, in which the objective "dpo" finds its pair
+    group_size: int = 1  # G, responses of a group
     max_response_len: int  # tokens, >= 1
 
 
@@ -107,32 +107,26 @@ def clipped_weight(
     return -weight * advantages * logprobs, (ratio < low) | (ratio > high)
 
 
-def preference(
-    log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig
-) -> tuple[Array, Array]:
-    """Return a loss per token with the gradient of online DPO (arXiv 2410.18252).
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """One choice of `config.algorithm.objective`."""
 
-        loss = −w·log π(y),    w = ±β·σ(−m), see preference.py
-
-    Worked row, β = 0.1, m = 0: w = 0.05 on the better response, −0.05 on the worse one.
-
-    Arguments as in `clipped_surrogate`; advantages: w, from `preference.weigh_pairs`. No token is
-    clipped.
-    """
-    return -advantages * logprobs, jnp.zeros_like(logprobs, bool)
-
-
-Objective = Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
-OBJECTIVES: dict[str, Objective] = {
-    "clip": clipped_surrogate,
-    "cispo": clipped_weight,
-    "dpo": preference,
-}
+    # (log r, log π(y), advantages [B, R], config) → the loss of each token, and where a clip binds
+    loss: Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
+    # (mini-batch, log π(y) [n, R] before its update, config) → the batch with what the loss reads
+    # as advantages, and sums as those of `policy_loss`. None: the advantages are as they are.
+    prepare: Callable[[Batch, Array, LossConfig], tuple[Batch, dict[str, Array]]] | None = None
+    by_token: bool = True  # a token has a ratio, an advantage and a KL; else whole responses have
+    whole_groups: bool = False  # a mini-batch has whole groups, and takes every row once
+    dual_clip: bool = False  # the loss has a dual clip
+    advantage: str = ""  # key of ADVANTAGES that it needs, and that no other objective takes
+    rules: Rules = no_rules
 
 
-def compares_pairs(objective: str) -> bool:
-    """Return whether an objective, a key of OBJECTIVES, is that of preference pairs."""
-    return OBJECTIVES[objective] is preference
+OBJECTIVES: dict[str, Objective] = Table(
+    "OBJECTIVES",
+    {"clip": Objective(clipped_surrogate, dual_clip=True), "cispo": Objective(clipped_weight)},
+)
 
 
 # Ratios -------------------------------------------------------------------------------------
@@ -280,12 +274,12 @@ def policy_loss(
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
     A token that a mask of `config.masks` leaves out has the loss 0 and counts in the mean, as in
-    IcePop and DeepSeek-V3.2. A token of a row that holds a solution has −c·log π in place of
-    these terms, c the `solution_coef` (SuperRL, arXiv 2506.01096).
+    IcePop and DeepSeek-V3.2. A token of a row that the policy did not write has −c·log π in place
+    of these terms, c of `Batch.supervised`.
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
-        `importance_weights` (w before `capped_weights`), `is_solution` and `mask` are read. Values
+        `importance_weights` (w before `capped_weights`), `supervised` and `mask` are read. Values
         outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
         `UpdateSpec.token_budget`; None: the count of these rows.
@@ -295,8 +289,9 @@ def policy_loss(
     `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of
     each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights. Tokens of solutions count in none of these, but in `solution_tokens` and
-    `solution_nll`. Add them over micro-batches, then `policy_metrics`.
+    weights. Tokens that the policy did not write count in none of these, but in
+    `policy/solution_nll`, the sum of -log π and their number. Add them over micro-batches, then
+    `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -307,7 +302,8 @@ def policy_loss(
     policies = jax.tree.map(lambda x: jnp.where(mask, x, 0), policies)
     token_log_ratio = logprobs - policies.old
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
-    per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
+    objective = OBJECTIVES[config.objective]
+    per_token, clipped = objective.loss(log_ratio, logprobs, advantages, config)
     per_token_metrics = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
@@ -321,7 +317,7 @@ def policy_loss(
     if batch.ref_logprobs is not None:
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
         per_token_metrics["kl"] = k3(ref_log_ratio)
-        if config.kl_coef and not compares_pairs(config.objective):
+        if config.kl_coef and objective.by_token:
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
     if batch.importance_weights is not None:
@@ -337,12 +333,12 @@ def policy_loss(
         per_token_metrics[f"masked_{name}"] = masked.astype(logprobs.dtype)
     sampled = mask
     sums = {}
-    if batch.is_solution is not None:
-        solution = mask & batch.is_solution[:, None]
-        sampled = mask & ~solution
-        per_token = jnp.where(solution, -config.solution_coef * logprobs, per_token)
-        sums["solution_tokens"] = jnp.sum(solution.astype(logprobs.dtype))
-        sums["solution_nll"] = -jnp.sum(logprobs, where=solution)
+    if batch.supervised is not None:
+        given = mask & (batch.supervised > 0)[:, None]
+        sampled = mask & ~given
+        per_token = jnp.where(given, -batch.supervised[:, None] * logprobs, per_token)
+        count = jnp.sum(given.astype(logprobs.dtype))
+        sums["policy/solution_nll"] = jnp.stack([-jnp.sum(logprobs, where=given), count])
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
     sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}

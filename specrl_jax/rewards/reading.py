@@ -1,6 +1,6 @@
 """Reading of a response, or of a turn of an episode: what rewards and environments see of it.
 
-`training.responses.Responder.read` makes a `Reading`. Functions and environments that read the
+`responses.Responder.read` makes a `Reading`. Functions and environments that read the
 answer alone get `answer`, all others `text`; `reward.extract` looks in either. No JAX.
 """
 

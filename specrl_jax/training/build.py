@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from specrl_jax.agents.responder import make_episode_responder
@@ -22,9 +21,7 @@ from specrl_jax.algorithms.update_spec import (
 from specrl_jax.data.curriculum import count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
-    EncodedDataset,
     encode_prompts,
-    encode_solutions,
     eval_batches,
     load_examples,
 )
@@ -47,7 +44,7 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.training.description import describe, policy_updates, rate_jump
-from specrl_jax.training.slots import collector_of, roll_out_of, source_of
+from specrl_jax.training.slots import collector_of, roll_out_of, source_of, stages_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
@@ -84,7 +81,7 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
         dataset=dataset,
         prompts=prompts,
         held_out=_held_out(config, dataset, tokenizer),
-        solutions=_solutions(config, prompts, tokenizer),
+        stages=tuple(stage(config, prompts, tokenizer) for stage in stages_of(config)),
         model=model,
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
@@ -171,21 +168,6 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     if encoded.dropped:
         print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
     return eval_batches(encoded, config.evaluate.batch_size)
-
-
-def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    if not config.algorithm.solution_coef:
-        return {}
-    length = config.rollout.response_len
-    field = config.data.solution_field
-    solutions = encode_solutions(prompts.examples, tokenizer, field, length)
-    if not solutions:
-        raise ValueError(
-            f"rollout.response_len must hold a solution, got {length}: none of the "
-            f"{len(prompts.lens)} training prompts has one that fits"
-        )
-    print(f"data: {len(solutions)} training prompts have a solution that fits in {length} tokens")
-    return solutions
 
 
 def training_spec(

@@ -7,6 +7,14 @@ from specrl_jax.responses import Responder
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.training.collect import Collector
 from specrl_jax.training.source import BatchSource
+from specrl_jax.training.stages import (
+    Advantages,
+    ImportanceWeights,
+    Logprobs,
+    SamplingMask,
+    WholeResponses,
+)
+from specrl_jax.training.state import Stage
 
 
 def collector_of(config) -> type[Collector]:
@@ -21,6 +29,16 @@ def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:
 
 def source_of(config) -> type[BatchSource]:
     return recipes.chosen(config, "SOURCE", BatchSource)
+
+
+def stages_of(config) -> list[type[Stage]]:
+    """Return the stages of a batch, in their order."""
+    own = [SamplingMask, Advantages, WholeResponses, ImportanceWeights]
+    asked = recipes.all_chosen(config, "STAGE")
+    first = [stage for stage in asked if not stage.after_logprobs]
+    last = [stage for stage in asked if stage.after_logprobs]
+    own = [stage for stage in own if stage.asked_by(config)]
+    return own + first + [Logprobs] * bool(Logprobs.asked_by(config)) + last
 
 
 def trained_group_size(config) -> int:

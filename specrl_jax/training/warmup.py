@@ -114,7 +114,7 @@ def supervise(
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     update_spec = dataclasses.replace(
         update_spec,
-        loss=LossConfig(solution_coef=1.0, max_response_len=data.slots),
+        loss=LossConfig(max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
         token_budget=0,
@@ -141,7 +141,7 @@ def supervise(
                     f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )
         print(f"  step {step}: {scalars['loss'][-1]:.3f} nats/token", flush=True)
-    return state.params, state.draft_head
+    return state.policy.params, state.draft_head
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -161,13 +161,13 @@ def _run(
         tokens, prompt_lens, response_lens = rows
         columns = prompt_lens[:, None] + jnp.arange(slots)[None, :]
         nothing = jnp.zeros_like(columns, jnp.float32)
-        is_solution = jnp.ones_like(response_lens, bool)
-        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, is_solution=is_solution)
+        weights = jnp.ones_like(response_lens, jnp.float32)
+        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, supervised=weights)
         if state.draft_head is not None and state.draft_head.counts is not None:
             responses = gather_tokens(tokens, columns)
             counts = count_tokens(state.draft_head.counts, responses, batch.mask)
             head = dataclasses.replace(state.draft_head, counts=counts)
-            state = dataclasses.replace(state, draft_head=head)
+            state = state.replace(draft_head=head)
         return update(update_spec, state, batch, unpacked(tokens, prompt_lens, slots), base_params)
 
     return jax.lax.scan(step, state, batches)

@@ -21,9 +21,9 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout, Tokens
 @pytest.fixture(scope="module")
 def formula(make_mesh):
     """(batch, settings, loss, its gradient) of rows that are scored one by one; row 3 is given."""
-    settings = dataclasses.replace(ref.LOSS, kl_coef=0.5, entropy_coef=0.1, solution_coef=0.5)
+    settings = dataclasses.replace(ref.LOSS, kl_coef=0.5, entropy_coef=0.1)
     batch = ref.host_batch(reference=True, shared=True)
-    batch = dataclasses.replace(batch, is_solution=np.arange(ref.ROWS) == 3)
+    batch = dataclasses.replace(batch, supervised=np.float32(0.5 * (np.arange(ref.ROWS) == 3)))
     with jax.set_mesh(make_mesh(1, 1, 1)):
         loss = jax.jit(
             jax.value_and_grad(lambda p: ref.plain_loss(p, batch, settings, range(ref.ROWS)))
@@ -42,10 +42,10 @@ def test_the_gradient_is_that_of_the_formula(mesh, formula, packing, chunk):
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=1e-5)
     assert metrics["tokens"] == batch.response_lens[:3].sum()
-    assert metrics["solution_tokens"] == batch.response_lens[3]
     row = batch.tokens[3, : batch.prompt_lens[3] + batch.response_lens[3]]
     log_p, _ = ref.row_scores(ref.place_params(), row, batch.prompt_lens[3], 0.8)
-    np.testing.assert_allclose(metrics["solution_nll"], -log_p.sum(), rtol=1e-5)
+    want = [-log_p.sum(), batch.response_lens[3]]
+    np.testing.assert_allclose(metrics["policy/solution_nll"], want, rtol=1e-5)
     assert "kl" in metrics
     assert 0 < metrics["clip_fraction"] < metrics["tokens"]
 
@@ -110,16 +110,17 @@ def _plain_values(trunk, head, batch: Batch, row: int):
 def test_a_critic_learns_beside_the_policy(mesh, kind):
     """Both gradients are those of policy loss + coef x value loss, written row by row."""
     rng = np.random.default_rng(8)
-    critic = Critic(kind, coef=0.7, clip=0.3, optimizer=ref.GRADIENT)
+    critic = Critic(ref.GRADIENT, kind, coef=0.7, clip=0.3)
     update_spec = dataclasses.replace(ref.LEARNER, critic=critic)
     values, returns = rng.normal(0, 0.5, (2, ref.ROWS, ref.RESPONSE)).astype(np.float32)
     batch = dataclasses.replace(ref.host_batch(), values=values, returns=returns)
     state = init_policy_state(update_spec, ref.place_params())
-    assert not np.any(state.critic["head"])
-    start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
+    fresh = state.modules["critic"]
+    assert not np.any(fresh.params["head"])
+    start = fresh.params | {"head": put(rng.normal(size=8).astype(np.float32), None)}
     if kind == "network":  # it begins as the policy; here it has moved on
         start["decoder"] = jax.tree.map(lambda x: x + 0.1, start["decoder"])
-    state = dataclasses.replace(state, critic=start)
+    state = state.replace(critic=dataclasses.replace(fresh, params=start))
 
     def loss(params, critic):
         trunk, errors = critic.get("decoder", params), []
@@ -143,8 +144,8 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
         ref.place_params(), start
     )
     state, metrics = update(update_spec, state, placed, packed)
-    assert ref.distance(state.opt_state, want[0]) <= 2e-6
-    assert ref.distance(state.critic_opt_state, want[1]) <= 2e-6
+    assert ref.distance(state.policy.opt_state, want[0]) <= 2e-6
+    assert ref.distance(state.modules["critic"].opt_state, want[1]) <= 2e-6
     np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
     plain = ref.gradient(ref.LEARNER, ref.host_batch())[1]
