@@ -34,15 +34,17 @@ ALLOWED = {
     "algorithms/preference": PURE,
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE | {"inputs"},
-    "config": {"inputs"},
+    "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
         "models/gguf", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
-    "process": {"config", "hosts", "inputs", "sharding"},
+    "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},
     "process/hardware": set(),
-    "process/workdir": {"config", "process/checkpoint", "reports", "rewards/failures", "telemetry"},
+    "process/workdir": {
+        "config", "process/checkpoint", "reports", "rewards/failures", "settings", "telemetry",
+    },
     "rewards": {"inputs", "sandbox", "types"},
     "sandbox": {"inputs"},
     "rollout/__init__": set(),
@@ -66,8 +68,8 @@ ALLOWED = {
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "evaluation": {
-        "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry",
-        "types",
+        "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
+        "telemetry", "types",
     },
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
@@ -83,12 +85,20 @@ ALLOWED = {
         "hosts", "models", "process/stop", "rollout", "sharding", "telemetry/metrics", "training",
     },
     "recipes/__init__": {"config"},
+    "settings": {"algorithms", "config", "recipes"},
+    "command_line": {"config", "inputs", "settings"},
 }  # fmt: skip
+# What a room declares of a configuration: kinds and conditions, and its own tables.
+ROOMS = ("agents", "algorithms", "data", "models", "rewards", "rollout", "training")
+ALLOWED |= {f"{room}/settings": {"config", "inputs", room} for room in ROOMS}
+ALLOWED["settings"] |= {f"{room}/settings" for room in ROOMS}
+ALLOWED["algorithms/settings"] |= {"models/transformer", "packing"}
+ALLOWED["training/settings"] |= {"telemetry/tracking"}
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "hooks", "training", "recipes", "agents", "compile", "benchmarks", "reports",
+    "hooks", "settings", "training", "recipes", "agents", "compile", "benchmarks", "reports",
     "evaluation/eval_tasks", "evaluation/play",
 }  # fmt: skip
 

@@ -4,6 +4,13 @@ A file takes a slot of the run by a class of the slot's name, such as `SOURCE`. 
 field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
+
+A file declares what the configuration has of it, as a room does in its `settings.py`:
+
+    SECTIONS  sections of fields (`config.fields.Section`)
+    RULES     rules between fields
+    EFFECTS   {condition of a room: condition under which fields have the same effect}
+    RENAMED   {old name of a field: new name}
 """
 
 import functools
@@ -20,7 +27,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
     Raises ValueError in one line where it asks for two.
     """
-    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
+    taken = [getattr(module, slot) for module in modules() if hasattr(module, slot)]
     asked = [(guest, field) for guest in taken if (field := guest.asked_by(config))]
     if len(asked) > 1:
         fields = dict(flatten(config))
@@ -33,6 +40,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
 
 @functools.cache
-def _modules() -> list[ModuleType]:
+def modules() -> list[ModuleType]:
+    """Return the files here, by their names."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [importlib.import_module(f"{__name__}.{name}") for name in names]

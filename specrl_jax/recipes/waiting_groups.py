@@ -12,12 +12,13 @@ the next step, first in first out; they keep the log-probs of the policy that sa
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.config.fields import Check, Values
 from specrl_jax.data.curriculum import CURRICULA, part_of
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
@@ -333,3 +334,38 @@ def pick_rows(
 
 def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
+
+
+def _dynamic_sampling(config: Values) -> Iterator[Check]:
+    if not config.algorithm.dynamic_sampling:
+        return
+    where = "where algorithm.dynamic_sampling is True"
+    rule = f">= 2 {where} (one reward never differs)"
+    yield "rollout.group_size", rule, config.rollout.group_size >= 2
+    by_update = config.meaning("updates.old_logprobs").by_update
+    yield "updates.old_logprobs", f"rollout {where}", not by_update
+
+
+def _screening(config: Values) -> Iterator[Check]:
+    if not config.meaning("curriculum.name").screens:
+        return
+    settings = config.curriculum
+    group_size = config.rollout.group_size
+    first = settings.screening
+    where = f"where curriculum.name is {settings.name}"
+    yield "curriculum.screening", f">= 2 {where}", first >= 2
+    rule = f"a divisor of rollout.group_size = {group_size} and less"
+    yield "curriculum.screening", rule, group_size % first == 0 and first < group_size
+    yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+    by_update = config.meaning("updates.old_logprobs").by_update
+    yield "updates.old_logprobs", f"rollout {where}", not by_update
+    # Rows that share a prefix in a trie also share what the sampler allowed.
+    mixes = config.algorithm.keep_sampling_mask and config.meaning("updates.packing").share
+    rule = (
+        f"sequences or rows where algorithm.keep_sampling_mask is True and curriculum.name is "
+        f"{settings.name} (a group is of several policies)"
+    )
+    yield "updates.packing", rule, not mixes
+
+
+RULES = (_dynamic_sampling, _screening)

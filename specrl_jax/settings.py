@@ -1,0 +1,107 @@
+"""All fields of a run and the rules between them: what the rooms and the recipes declare.
+
+Each room has a file `settings.py` with its sections (`config.fields.Section`) and `RULES`. A recipe
+may have `SECTIONS`, `RULES`, `EFFECTS` and `RENAMED`, see `recipes`.
+"""
+
+import functools
+from collections.abc import Iterator
+
+from specrl_jax import recipes
+from specrl_jax.agents import settings as agents
+from specrl_jax.algorithms import settings as algorithms
+from specrl_jax.config.fields import Check, Values
+from specrl_jax.config.schema import Schema
+from specrl_jax.data import settings as data
+from specrl_jax.models import settings as models
+from specrl_jax.rewards import settings as rewards
+from specrl_jax.rollout import settings as rollout
+from specrl_jax.training import settings as training
+
+SECTIONS = (
+    training.RUN,
+    models.MODEL,
+    models.LORA,
+    data.TOKENIZER,
+    data.TEMPLATE_OPTIONS,
+    data.DATA,
+    data.DATA_OPTIONS,
+    rewards.REWARD,
+    rollout.ROLLOUT,
+    rollout.TREE_DRAFTS,
+    rollout.HEAD_DRAFTS,
+    agents.ENVIRONMENT,
+    algorithms.ALGORITHM,
+    algorithms.MASK,
+    algorithms.CRITIC,
+    data.CURRICULUM,
+    algorithms.UPDATES,
+    training.TRAIN,
+    training.WARMUP,
+    training.EVALUATE,
+    training.CHECKPOINT,
+    training.LOG,
+    training.MESH,
+)
+ROOMS = (models, data, rewards, rollout, agents, algorithms, training)
+
+
+def _trained_group_size(config) -> int:
+    """Return how many responses of a group are trained on."""
+    collector = recipes.chosen(config, "COLLECTOR", None)
+    return collector.trained_group_size(config) if collector else config.rollout.group_size
+
+
+def _batches(config: Values) -> Iterator[Check]:
+    """Yield the rules of what a rollout gives to the updates."""
+    rows = config.rollout.prompts_per_step * _trained_group_size(config)
+    mini = config.updates.mini_batch_size
+    yield (
+        "updates.mini_batch_size",
+        f"a divisor of the {rows} responses that a step trains on "
+        "(rollout.prompts_per_step x rollout.group_size)",
+        rows % mini == 0,
+    )
+    updates = rows // mini * config.updates.passes
+    rule = f"rollout or recompute where a rollout feeds {updates} updates (their ratio is not 1)"
+    one_update = config.meaning("updates.old_logprobs").one_update
+    yield "updates.old_logprobs", rule, updates == 1 or not one_update
+
+
+def _selected_rows(config: Values) -> Iterator[Check]:
+    """Yield the rules of updates that do not take every row of a group."""
+    from specrl_jax.algorithms.advantages import choose_advantage
+    from specrl_jax.algorithms.losses import compares_pairs
+
+    if config.meaning("updates.select") is None:
+        return
+    algorithm = config.algorithm
+    where = f"where updates.select is {config.updates.select}"
+    group_size = _trained_group_size(config)
+    rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
+    yield "updates.select", rule, group_size % 4 == 0
+    rule = f"all where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
+    yield "updates.select", rule, not compares_pairs(algorithm.objective)
+    rule = f"none {where} (it compares responses of a group)"
+    yield "critic.kind", rule, not choose_advantage(config).needs_critic
+    rule = f"0 {where} (a solution has no advantage)"
+    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+    yield "updates.token_budget", f"0 {where}", not config.updates.token_budget
+
+
+# Rules between rooms that must not see each other.
+RULES = (_batches, _selected_rows)
+
+
+@functools.cache
+def schema() -> Schema:
+    """Return the fields and rules of all rooms and recipes."""
+    guests = recipes.modules()
+    effects = {}
+    renamed = {}
+    for guest in guests:
+        effects |= getattr(guest, "EFFECTS", {})
+        renamed |= getattr(guest, "RENAMED", {})
+    sections = [*SECTIONS, *(x for guest in guests for x in getattr(guest, "SECTIONS", ()))]
+    rules = [*RULES, *(x for room in (*ROOMS, *guests) for x in getattr(room, "RULES", ()))]
+    return Schema(sections, rules, effects, renamed)
