@@ -4,7 +4,9 @@ Each room has a file `settings.py` with its sections (`config.fields.Section`) a
 may have `SECTIONS`, `RULES`, `EFFECTS` and `RENAMED`, see `recipes`.
 """
 
+import collections
 import functools
+import itertools
 from collections.abc import Iterator
 
 from specrl_jax import recipes
@@ -96,12 +98,11 @@ RULES = (_batches, _selected_rows)
 @functools.cache
 def schema() -> Schema:
     """Return the fields and rules of all rooms and recipes."""
-    guests = recipes.modules()
-    effects = {}
-    renamed = {}
-    for guest in guests:
-        effects |= getattr(guest, "EFFECTS", {})
-        renamed |= getattr(guest, "RENAMED", {})
-    sections = [*SECTIONS, *(x for guest in guests for x in getattr(guest, "SECTIONS", ()))]
-    rules = [*RULES, *(x for room in (*ROOMS, *guests) for x in getattr(room, "RULES", ()))]
-    return Schema(sections, rules, effects, renamed)
+    chain = itertools.chain.from_iterable
+    own = [room.RULES for room in ROOMS]
+    return Schema(
+        sections=[*SECTIONS, *chain(recipes.declared("SECTIONS"))],
+        rules=[*RULES, *chain(own), *chain(recipes.declared("RULES"))],
+        effects=collections.ChainMap(*recipes.declared("EFFECTS")),
+        renamed=collections.ChainMap(*recipes.declared("RENAMED")),
+    )

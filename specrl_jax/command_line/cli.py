@@ -337,6 +337,8 @@ def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
         hint = re.search(r'Did you mean "(\w+)"', text)
         typed = [a for a in argv if field and re.match(rf"--config\..*\b{field[0]}\b", a)]
         name = typed[0].partition("=")[0].removeprefix("--config.") if typed else repr(text)
+        if name in schema().renamed:
+            return schema().unknown(name)
         return f"{name} is not a field of the config" + (
             f", did you mean {hint[1]}?" if hint else ""
         )

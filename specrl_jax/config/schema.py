@@ -155,7 +155,12 @@ class Schema:
         before = {name for name in saved if not self._is_optional(name)}
         now = {name for name in known or self.fields if not self._is_optional(name)}
         differs = [f"{name} came later" for name in sorted(now - before)]
-        differs += [f"{name} is no field any more" for name in sorted(before - now)]
+        differs += [
+            f"{name} is {self.renamed[name]} now"
+            if name in self.renamed
+            else f"{name} is no field any more"
+            for name in sorted(before - now)
+        ]
         if differs:
             raise ValueError(
                 f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with "

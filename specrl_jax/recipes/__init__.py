@@ -22,12 +22,17 @@ from typing import Any
 from specrl_jax.config import flatten
 
 
+def declared(name: str) -> list[Any]:
+    """Return what the files here have under a name."""
+    return [getattr(module, name) for module in _modules() if hasattr(module, name)]
+
+
 def chosen(config: Any, slot: str, default: Any) -> Any:
     """Return what the configuration asks for in a slot, or `default` where it asks for nothing.
 
     Raises ValueError in one line where it asks for two.
     """
-    taken = [getattr(module, slot) for module in modules() if hasattr(module, slot)]
+    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
     asked = [(guest, field) for guest in taken if (field := guest.asked_by(config))]
     if len(asked) > 1:
         fields = dict(flatten(config))
@@ -40,7 +45,6 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
 
 @functools.cache
-def modules() -> list[ModuleType]:
-    """Return the files here, by their names."""
+def _modules() -> list[ModuleType]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [importlib.import_module(f"{__name__}.{name}") for name in names]

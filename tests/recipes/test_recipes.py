@@ -28,16 +28,16 @@ def _modules(*guests, slot: str = "SOURCE"):
 def test_a_slot_has_what_is_asked_for(monkeypatch):
     off, on = _guest("rollout.partial", False), _guest("rollout.staleness", True)
     config = small_config()
-    monkeypatch.setattr(recipes, "modules", _modules(off, on))
+    monkeypatch.setattr(recipes, "_modules", _modules(off, on))
     assert recipes.chosen(config, "SOURCE", default=None) is on
     assert recipes.chosen(config, "COLLECTOR", default="whole") == "whole"  # nobody takes it
-    monkeypatch.setattr(recipes, "modules", _modules(off))
+    monkeypatch.setattr(recipes, "_modules", _modules(off))
     assert recipes.chosen(config, "SOURCE", default="own") == "own"
 
 
 def test_two_that_want_a_slot_are_refused(monkeypatch):
     guests = [_guest("rollout.partial", True), _guest("rollout.staleness", True)]
-    monkeypatch.setattr(recipes, "modules", _modules(*guests))
+    monkeypatch.setattr(recipes, "_modules", _modules(*guests))
     config = small_config({"rollout.partial": 2, "rollout.staleness": 1})
     with pytest.raises(ValueError, match="rollout") as error:
         recipes.chosen(config, "SOURCE", default=None)
