@@ -73,7 +73,6 @@ def _batches(config: Values) -> Iterator[Check]:
 def _selected_rows(config: Values) -> Iterator[Check]:
     """Yield the rules of updates that do not take every row of a group."""
     from specrl_jax.algorithms.advantages import choose_advantage
-    from specrl_jax.algorithms.losses import compares_pairs
 
     if config.meaning("updates.select") is None:
         return
@@ -83,7 +82,7 @@ def _selected_rows(config: Values) -> Iterator[Check]:
     rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
     yield "updates.select", rule, group_size % 4 == 0
     rule = f"all where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
-    yield "updates.select", rule, not compares_pairs(algorithm.objective)
+    yield "updates.select", rule, not config.meaning("algorithm.objective").whole_groups
     rule = f"none {where} (it compares responses of a group)"
     yield "critic.kind", rule, not choose_advantage(config).needs_critic
     rule = f"0 {where} (a solution has no advantage)"

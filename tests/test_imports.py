@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/preference", "algorithms/advantages",
+    "algorithms/advantages", "config/fields", "config/spec", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -28,12 +28,14 @@ ALLOWED = {
     "packing": set(),
     "sharding": {"hosts"},
     "types": {"sharding"},
-    "algorithms": {"abstract", "config/spec", "hosts", "models", "packing", "sharding", "types"},
+    "algorithms": {
+        "abstract", "config/fields", "config/spec", "hosts", "models", "packing", "recipes",
+        "sharding", "types",
+    },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
-    "algorithms/preference": PURE,
     "algorithms/losses": PURE,
-    "algorithms/advantages": PURE | {"inputs"},
+    "algorithms/advantages": PURE,
     "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",

@@ -16,7 +16,6 @@ from specrl_jax.config.kinds import (
     integer,
     within,
 )
-from specrl_jax.inputs import reward_terms
 
 
 def _advantages():
@@ -69,12 +68,8 @@ def _advantage(config: Values) -> Any:
     return _advantages().choose_advantage(config)
 
 
-def _compares_pairs(config: Values) -> bool:
-    return _losses().compares_pairs(config.algorithm.objective)
-
-
-def _is_clipped(config: Values) -> bool:
-    return config.meaning("algorithm.objective") is _losses().clipped_surrogate
+def _objective_of(config: Values) -> Any:
+    return config.meaning("algorithm.objective")
 
 
 def _has_critic(config: Values) -> bool:
@@ -82,10 +77,9 @@ def _has_critic(config: Values) -> bool:
 
 
 BY_GROUP = When("critic.kind", lambda c: not _advantage(c).needs_critic, "none")
-BY_TURN = When("algorithm.advantage", lambda c: _advantage(c).by_turn, "turn")
-DUAL_CLIP = When("algorithm.objective", _is_clipped)
+DUAL_CLIP = When("algorithm.objective", lambda c: _objective_of(c).dual_clip)
 TOP_K = When("rollout.top_k", lambda c: c.rollout.top_k > 0, "20")
-BY_TOKEN = When("algorithm.objective", lambda c: not _compares_pairs(c))
+BY_TOKEN = When("algorithm.objective", lambda c: _objective_of(c).by_token)
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
 RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
 WEIGHTED_DRAFTS = When(
@@ -102,18 +96,18 @@ SEVERAL_ROLLOUTS = When(
 )
 CRITIC = When("critic.kind", _has_critic)
 NO_CRITIC = When("critic.kind", lambda c: not _has_critic(c), "none")
-NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef or _compares_pairs(c), "0")
+NO_KL = When(
+    "algorithm.kl_coef", lambda c: not (c.algorithm.kl_coef and _objective_of(c).by_token), "0"
+)
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
 
 
 # fmt: off
 ALGORITHM = Section("algorithm", "", (
     field("advantage", "auto",
-          "group | gdpo (rewards of a sum apart) | pair (dpo) | tree and tree_by_size (of shared "
+          "group | gdpo (rewards of a sum apart) | pair (dpo) | tree (of shared "
           "beginnings) | turn (turns of episodes apart) | gae (with a critic) | auto",
           choice(lambda: _advantages().ADVANTAGES, "auto")),
-    field("turn_discount", 1.0, "γ of turn: weight of a turn's reward in the turn before", SHARE,
-          BY_TURN, idle=1.0, may_change=NEW_RUN),
     field("normalize_std", True, "divide by the group's std; False: Dr. GRPO; paper True", SWITCH,
           BY_GROUP, BY_TOKEN),
     field("leave_one_out", False, "compare a response with the mean of the others: RLOO", SWITCH,
@@ -190,7 +184,7 @@ UPDATES = Section("updates", "", (
           choice(_packings)),
     field("skip_no_signal", True, "leave rows out whose loss has no gradient; they still count",
           SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False),
-    field("select", "all", "all rows | outer_pairs (Shuffle-R1) | random_pairs (its control)",
+    field("select", "all", "all rows | outer_pairs (Shuffle-R1)",
           choice(_row_selections)),
     field("token_budget", 0, "C3PO: an update takes random rows up to so many tokens; 0: all",
           integer()),
@@ -216,66 +210,20 @@ def _groups(config: Values) -> Iterator[Check]:
     compares = _advantage(config).min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or config.rollout.group_size >= 2
+    yield from _advantage(config).rules(config)
 
 
-def _rewards_apart(config: Values) -> Iterator[Check]:
-    """Yield the rules of an advantage that takes the rewards of a sum apart."""
-    if not _advantage(config).by_function:
-        return
-    where = f"where algorithm.advantage is {config.algorithm.advantage}"
-    is_sum = len(reward_terms(config.reward.name)) > 1
-    yield "reward.name", f"a sum of functions {where}", is_sum
-    rule = f"0 {where} (it takes the rewards before they are summed)"
-    yield "reward.threshold", rule, not config.reward.threshold
-    rule = f'"" {where} (an environment has one reward)'
-    yield "environment.name", rule, not config.environment.name
-    rule = f"False {where} (groups wait with the sum alone)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
-    rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
-    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
-
-
-def _turns(config: Values) -> Iterator[Check]:
-    """Yield the rules of an advantage that takes turns apart."""
-    if not _advantage(config).by_turn:
-        return
-    where = f"where algorithm.advantage is {config.algorithm.advantage}"
-    yield "environment.name", f"an environment {where}", config.environment.name != ""
-    rule = f"0 {where} (a threshold is of the whole episode)"
-    yield "reward.threshold", rule, not config.reward.threshold
-    rule = f"all {where} (it has no single value for a response)"
-    yield "updates.select", rule, config.meaning("updates.select") is None
-    rule = f"False {where} (groups wait without their turns)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
-    rule = f"a curriculum that does not screen {where} (groups wait without their turns)"
-    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
-
-
-def _pairs(config: Values) -> Iterator[Check]:
-    """Yield the rules of an objective of preference pairs."""
-    algorithm = config.algorithm
-    compares = _compares_pairs(config)
-    where = f"where algorithm.objective is {algorithm.objective}"
-    pairs = _advantage(config).pairs
-    yield "algorithm.advantage", f"another one than pair {where}", compares or not pairs
-    yield "algorithm.advantage", f"pair {where}", pairs or not compares
-    if not compares:
-        return
-    yield "algorithm.kl_coef", f"> 0 {where} (it is β)", algorithm.kl_coef > 0
-    rule = f"token or constant {where} (a response's log-prob is a sum)"
-    yield "algorithm.aggregation", rule, config.meaning("algorithm.aggregation").sums_tokens
-    rule = f"0 {where} (a pair has no ratio)"
-    yield "algorithm.importance_cap", rule, not algorithm.importance_cap
-    rule = f"0 {where} (a solution would take the place of a response of a pair)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    group_size = config.rollout.group_size
-    rule = (
-        f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
-    )
-    yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
-    screens = config.meaning("curriculum.name").screens
-    rule = f"True {where}"
-    yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
+def _objective(config: Values) -> Iterator[Check]:
+    """Yield which advantages an objective takes, and its own rules."""
+    objective = _objective_of(config)
+    where = f"where algorithm.objective is {config.algorithm.objective}"
+    name = config.algorithm.advantage
+    needs = objective.advantage
+    owned = {other.advantage for other in _losses().OBJECTIVES.values()}
+    rule = f"another one than {name} {where}"
+    yield "algorithm.advantage", rule, not name or name == needs or name not in owned
+    yield "algorithm.advantage", f"{needs} {where}", not needs or name == needs
+    yield from objective.rules(config)
 
 
 def _token_budget(config: Values) -> Iterator[Check]:
@@ -289,7 +237,7 @@ def _token_budget(config: Values) -> Iterator[Check]:
     fits = least <= updates.token_budget <= least * updates.mini_batch_size
     yield "updates.token_budget", rule + "mini-batch at their longest", fits
     rule = f"0 where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
-    yield "updates.token_budget", rule, not _compares_pairs(config)
+    yield "updates.token_budget", rule, not _objective_of(config).whole_groups
     rule = f"0 {where} (it may leave the solution out)"
     yield "algorithm.solution_coef", rule, not algorithm.solution_coef
     by_token = config.meaning("algorithm.aggregation") is _losses().TOKEN_MEAN
@@ -334,9 +282,7 @@ def _solutions(config: Values) -> Iterator[Check]:
 
 RULES = (
     _groups,
-    _rewards_apart,
-    _turns,
-    _pairs,
+    _objective,
     _token_budget,
     _importance_weight,
     _sampling_mask,
