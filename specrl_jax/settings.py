@@ -70,28 +70,8 @@ def _batches(config: Values) -> Iterator[Check]:
     yield "updates.old_logprobs", rule, updates == 1 or not one_update
 
 
-def _selected_rows(config: Values) -> Iterator[Check]:
-    """Yield the rules of updates that do not take every row of a group."""
-    from specrl_jax.algorithms.advantages import choose_advantage
-
-    if config.meaning("updates.select") is None:
-        return
-    algorithm = config.algorithm
-    where = f"where updates.select is {config.updates.select}"
-    group_size = _trained_group_size(config)
-    rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
-    yield "updates.select", rule, group_size % 4 == 0
-    rule = f"all where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
-    yield "updates.select", rule, not config.meaning("algorithm.objective").whole_groups
-    rule = f"none {where} (it compares responses of a group)"
-    yield "critic.kind", rule, not choose_advantage(config).needs_critic
-    rule = f"0 {where} (a solution has no advantage)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    yield "updates.token_budget", f"0 {where}", not config.updates.token_budget
-
-
 # Rules between rooms that must not see each other.
-RULES = (_batches, _selected_rows)
+RULES = (_batches,)
 
 
 @functools.cache
@@ -102,6 +82,6 @@ def schema() -> Schema:
     return Schema(
         sections=[*SECTIONS, *chain(recipes.declared("SECTIONS"))],
         rules=[*RULES, *chain(own), *chain(recipes.declared("RULES"))],
-        effects=collections.ChainMap(*recipes.declared("EFFECTS")),
+        effects=recipes.declared("EFFECTS"),
         renamed=collections.ChainMap(*recipes.declared("RENAMED")),
     )

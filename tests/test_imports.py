@@ -68,7 +68,7 @@ ALLOWED = {
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
-    "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
+    "telemetry": {"algorithms/advantages", "config", "inputs", "recipes", "types"},
     "evaluation": {
         "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
         "telemetry", "types",

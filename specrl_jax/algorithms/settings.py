@@ -37,7 +37,7 @@ def _old_logprobs():
 
 
 def _row_selections():
-    from specrl_jax.algorithms.row_selection import ROW_SELECTIONS
+    from specrl_jax.algorithms.update_spec import ROW_SELECTIONS
 
     return ROW_SELECTIONS
 
@@ -89,11 +89,6 @@ WEIGHTED_RULE = When(
     "rollout.accept",
     lambda c: _old(c).by_update or c.meaning("rollout.accept").importance_weight is not None,
 )
-SEVERAL_ROLLOUTS = When(
-    "algorithm.dynamic_sampling",
-    lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,
-    "True",
-)
 CRITIC = When("critic.kind", _has_critic)
 NO_CRITIC = When("critic.kind", lambda c: not _has_critic(c), "none")
 NO_KL = When(
@@ -129,16 +124,10 @@ ALGORITHM = Section("algorithm", "", (
     field("kl_estimator", "k3+", "of the loss: k3+ | k1+ | k2, with the same gradient; paper k3",
           choice(lambda: _losses().KL_ESTIMATORS), KL, BY_TOKEN, may_change=NEW_RUN),
     field("entropy_coef", 0.0, "weight of the entropy bonus; paper 0", FINITE, may_change=NEW_RUN),
-    field("solution_coef", 0.0, "SuperRL: weight of log π(solution) in unsolved groups; 0: off",
-          WEIGHT, may_change=NEW_RUN),
     field("importance_cap", 0.0, "TIS: cap of the weight π / what a token came from; 0: off",
           within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
     field("keep_sampling_mask", False, "log-probs among the tokens that rollout.top_k allowed",
           SWITCH, TOP_K, idle=False),
-    field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
-          SWITCH),
-    field("max_gen_batches", 10, "at most so many rollouts a step (dynamic_sampling, speed)",
-          integer(1), SEVERAL_ROLLOUTS, idle=1),
 ))
 
 MASK = Section("algorithm.mask", "tokens without gradient; r is π_train / π_rollout", (
@@ -186,8 +175,6 @@ UPDATES = Section("updates", "", (
           SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False),
     field("select", "all", "all rows | outer_pairs (Shuffle-R1)",
           choice(_row_selections)),
-    field("token_budget", 0, "C3PO: an update takes random rows up to so many tokens; 0: all",
-          integer()),
     field("passes", 1, "passes over each rollout; paper 1", integer(1)),
     field("learning_rate", 3e-4, "AdamW; paper 5e-7", WEIGHT),
     field("schedule", "linear", "constant | linear | cosine (to 0 over the run); paper constant",
@@ -226,24 +213,6 @@ def _objective(config: Values) -> Iterator[Check]:
     yield from objective.rules(config)
 
 
-def _token_budget(config: Values) -> Iterator[Check]:
-    algorithm = config.algorithm
-    updates = config.updates
-    if not updates.token_budget:
-        return
-    where = "where updates.token_budget is > 0"
-    least = config.rollout.response_len
-    rule = f"0 or in [{least}, {least * updates.mini_batch_size}], one to all responses of a "
-    fits = least <= updates.token_budget <= least * updates.mini_batch_size
-    yield "updates.token_budget", rule + "mini-batch at their longest", fits
-    rule = f"0 where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
-    yield "updates.token_budget", rule, not _objective_of(config).whole_groups
-    rule = f"0 {where} (it may leave the solution out)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    by_token = config.meaning("algorithm.aggregation") is _losses().TOKEN_MEAN
-    yield "algorithm.aggregation", f"token {where} (it is what the sum is divided by)", by_token
-
-
 def _importance_weight(config: Values) -> Iterator[Check]:
     accept = config.meaning("rollout.accept")
     verifies = config.meaning("rollout.draft").verifies_previous
@@ -256,35 +225,8 @@ def _importance_weight(config: Values) -> Iterator[Check]:
     yield "algorithm.importance_cap", rule, weighted or not (cap and verifies)
 
 
-def _sampling_mask(config: Values) -> Iterator[Check]:
-    """Yield the rules of an update on the tokens that the sampler allowed."""
-    rule = "0 where algorithm.keep_sampling_mask is True (no sampler wrote a solution)"
-    both = config.algorithm.keep_sampling_mask and config.algorithm.solution_coef
-    yield "algorithm.solution_coef", rule, not both
-
-
-def _solutions(config: Values) -> Iterator[Check]:
-    """Yield the rules of solutions that are learned in unsolved groups."""
-    if not config.algorithm.solution_coef:
-        return
-    coef = "algorithm.solution_coef"
-    turns = config.environment.name
-    yield coef, "0 where environment.name is set (a solution is one response)", not turns
-    critic = config.critic.kind
-    rule = f"0 where critic.kind is {critic} (it values what the policy wrote)"
-    yield coef, rule, not _has_critic(config)
-    rule = "0 where algorithm.dynamic_sampling is True (it leaves unsolved groups out)"
-    yield coef, rule, not config.algorithm.dynamic_sampling
-    curriculum = config.curriculum.name
-    rule = f"0 where curriculum.name is {curriculum} (it leaves unsolved groups out)"
-    yield coef, rule, not config.meaning("curriculum.name").screens
-
-
 RULES = (
     _groups,
     _objective,
-    _token_budget,
     _importance_weight,
-    _sampling_mask,
-    _solutions,
 )

@@ -15,6 +15,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params, init_critic
+from specrl_jax.recipes import Table
 from specrl_jax.sharding import axes, reshard, shards
 
 
@@ -95,7 +96,7 @@ def make_update_spec(
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
-        token_budget=config.updates.token_budget,
+        token_budget=config.updates.get("token_budget", 0),
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
@@ -112,7 +113,6 @@ def _make_loss_config(config) -> LossConfig:
         kl_coef=settings.kl_coef,
         kl_estimator=settings.kl_estimator,
         entropy_coef=settings.entropy_coef,
-        solution_coef=settings.solution_coef,
         importance_cap=settings.importance_cap,
         masks=masks_from(settings.mask),
         old_logprobs=config.updates.old_logprobs,
@@ -147,6 +147,10 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
     "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
     "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
 }
+
+
+# Which rows the updates take: None for every row once, else the stage of a batch that selects them.
+ROW_SELECTIONS: dict[str, Any] = Table("ROW_SELECTIONS", {"all": None})
 
 
 def make_schedule(settings, total_updates: int) -> optax.Schedule:

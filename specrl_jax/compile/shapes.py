@@ -193,4 +193,4 @@ class AbstractRun:
 
     @functools.cached_property
     def batch(self) -> Batch:
-        return abstract_batch(self.config, self.spec, self.update_spec.critic is not None)
+        return abstract_batch(self.config, self.spec)

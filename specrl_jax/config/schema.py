@@ -22,7 +22,7 @@ class Schema:
         self,
         sections: Sequence[Section],
         rules: Sequence[Rules] = (),
-        effects: Mapping[When, When] | None = None,
+        effects: Sequence[Mapping[When, When]] = (),
         renamed: Mapping[str, str] | None = None,
     ):
         """Take sections and rules in the order in which they are shown and checked.
@@ -32,7 +32,7 @@ class Schema:
         """
         self.sections = tuple(sections)
         self.rules = tuple(rules)
-        self.effects = dict(effects or {})
+        self.effects = tuple(effects)
         self.renamed = dict(renamed or {})
         self.fields: dict[str, Field] = {}
         for section in sections:
@@ -109,7 +109,7 @@ class Schema:
         read = self.values(config)
         for rules in self.rules:
             for name, rule, holds in rules(read):
-                _require(name, "" if holds else rule, values[name])
+                _require(name, "" if holds else rule, values.get(name))
 
     def without_effect(self, config: ConfigDict, field: str) -> str:
         """Say in one line that a field does nothing in a configuration, and what would give it an
@@ -120,7 +120,7 @@ class Schema:
         conditions = row.when if row else self.options.get(field.rpartition(".")[0], ())
         for when in conditions:
             if not self.holds(when, config):
-                named = when if when.field else self.effects.get(when)
+                named = next((x for x in (when, *self._others(when)) if x.field), None)
                 if named is None:
                     return f"{field} has no effect here"
                 now = get(config, named.field)
@@ -132,8 +132,10 @@ class Schema:
     def holds(self, when: When, config: ConfigDict) -> bool:
         """Return whether a condition holds, or another that gives the same effect."""
         values = self.values(config)
-        other = self.effects.get(when)
-        return bool(when.holds(values) or (other and other.holds(values)))
+        return any(x.holds(values) for x in (when, *self._others(when)))
+
+    def _others(self, when: When) -> list[When]:
+        return [others[when] for others in self.effects if when in others]
 
     def _remedy(self, config: ConfigDict, when: When) -> str:
         """Return the value of `when.field` under which the condition holds."""

@@ -60,7 +60,7 @@ HAS_AN_END = When("data.source", lambda c: not c.meaning("data.source").endless,
 SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
-SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps or c.algorithm.solution_coef, "100")
+SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
 SCREENS = When("curriculum.name", _screens)
 BY_PASS_RATE = When("curriculum.name", _chooses_by_rate)
 RATES = When(
@@ -129,13 +129,9 @@ DATA_OPTIONS = Section("data.options", "of sort, the game, the task or the data 
 CURRICULUM = Section("curriculum", "which prompts come next", (
     field("name", "uniform", "uniform | speed (screened first) | mopps | easy_to_hard",
           choice(lambda: _curriculum().CURRICULA)),
-    field("screening", 2, "speed: responses of a group that screen its prompt; paper 4", integer(1),
-          SCREENS),
     field("low", 0.0, "speed: a prompt is kept if its mean reward is above this", FINITE, RATES),
     field("high", 1.0, "speed: and below this; threshold: pass rates in [low, high]", FINITE,
           RATES),
-    field("reuse_screening", True, "speed: train on the screening responses too (biased)", SWITCH,
-          SCREENS),
     field("candidates", 4.0, "mopps: candidates per prompt of the batch", within(1, 1e6),
           BY_PASS_RATE),
     field("select", "nearest", "mopps: nearest (to the target) | threshold (in [low, high])",

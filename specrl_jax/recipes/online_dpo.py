@@ -94,7 +94,7 @@ def rules(config: Values) -> Iterator[Check]:
     rule = f"0 {where} (a pair has no ratio)"
     yield "algorithm.importance_cap", rule, not algorithm.importance_cap
     rule = f"0 {where} (a solution would take the place of a response of a pair)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+    yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
     group_size = config.rollout.group_size
     rule = (
         f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
@@ -102,9 +102,14 @@ def rules(config: Values) -> Iterator[Check]:
     yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
     screens = config.meaning("curriculum.name").screens
     rule = f"True {where}"
-    yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
+    reuses = config.get("curriculum.reuse_screening")
+    yield "curriculum.reuse_screening", rule, reuses or not screens
 
 
+METRICS = {
+    "policy/pair_loss": ("-log σ of the margin of a preference pair, mean", "nats"),
+    "policy/pair_accuracy": ("share of pairs whose better response is preferred", "1"),
+}
 ADVANTAGES = {"pair": Advantage(by_group(best_and_worst))}
 OBJECTIVES = {
     "dpo": Objective(

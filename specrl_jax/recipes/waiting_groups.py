@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.config.fields import Check, Values
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import SWITCH, integer
 from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.data.settings import SCREENS
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
@@ -82,6 +84,18 @@ class WaitingGroups(WholeRollout):
         part = part_size(config)
         keeps_all = part >= group_size or config.curriculum.reuse_screening
         return group_size if keeps_all else group_size - part
+
+    @staticmethod
+    def filters_groups(config) -> bool:
+        return config.algorithm.dynamic_sampling
+
+    @staticmethod
+    def least_prompts(config) -> tuple[int, str]:
+        size = config.rollout.prompts_per_step
+        if CURRICULA[config.curriculum.name].screens:
+            parts = config.rollout.group_size // config.curriculum.screening
+            return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
+        return 2 * size, "algorithm.dynamic_sampling"
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
         return self.groups.wants_rollout()
@@ -334,6 +348,29 @@ def pick_rows(
 
 def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
+
+
+SEVERAL_ROLLOUTS = When(
+    "algorithm.dynamic_sampling",
+    lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,
+    "True",
+)
+# fmt: off
+SECTIONS = (
+    Section("algorithm", "", (
+        field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
+              SWITCH),
+        field("max_gen_batches", 10, "at most so many rollouts a step (dynamic_sampling, speed)",
+              integer(1), SEVERAL_ROLLOUTS, idle=1),
+    )),
+    Section("curriculum", "", (
+        field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",
+              integer(1), SCREENS),
+        field("reuse_screening", True, "speed: train on the screening responses too (biased)",
+              SWITCH, SCREENS),
+    )),
+)
+# fmt: on
 
 
 def _dynamic_sampling(config: Values) -> Iterator[Check]:

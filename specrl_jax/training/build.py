@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from specrl_jax.agents.responder import make_episode_responder
@@ -18,12 +17,10 @@ from specrl_jax.algorithms.update_spec import (
     make_update_spec,
 )
 from specrl_jax.compile import memory
-from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
+from specrl_jax.data.curriculum import count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
-    EncodedDataset,
     encode_prompts,
-    encode_solutions,
     eval_batches,
     load_examples,
 )
@@ -47,7 +44,7 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.slots import collector_of, generate_of, source_of
+from specrl_jax.training.slots import collector_of, generate_of, source_of, stages_of
 from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
@@ -62,8 +59,8 @@ def build(config) -> tuple[Run, Params]:
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    stream = make_stream(config, prompts)
-    _check_enough(config, stream, len(prompts.lens))
+    make_stream(config, prompts)  # raises where there are too few prompts for a rollout
+    _check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
@@ -76,7 +73,7 @@ def build(config) -> tuple[Run, Params]:
         dataset=dataset,
         prompts=prompts,
         held_out=_held_out(config, dataset, tokenizer),
-        solutions=_solutions(config, prompts, tokenizer),
+        stages=tuple(stage(config, prompts, tokenizer) for stage in stages_of(config)),
         model=model,
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
@@ -167,21 +164,6 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     return eval_batches(encoded, config.evaluate.batch_size)
 
 
-def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    if not config.algorithm.solution_coef:
-        return {}
-    length = config.rollout.response_len
-    field = config.data.solution_field
-    solutions = encode_solutions(prompts.examples, tokenizer, field, length)
-    if not solutions:
-        raise ValueError(
-            f"rollout.response_len must hold a solution, got {length}: none of the "
-            f"{len(prompts.lens)} training prompts has one that fits"
-        )
-    print(f"data: {len(solutions)} training prompts have a solution that fits in {length} tokens")
-    return solutions
-
-
 def training_spec(
     config,
     model: ModelConfig,
@@ -199,18 +181,11 @@ def policy_schedule(config, total_steps: int) -> optax.Schedule:
     return make_schedule(config.updates, policy_updates(config, total_steps))
 
 
-def _check_enough(config, stream: PromptStream, count: int) -> None:
+def _check_enough(config, count: int) -> None:
     """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
-    size = config.rollout.prompts_per_step
-    reason = ""
-    if config.algorithm.dynamic_sampling:
-        least = 2 * size
-        reason = "algorithm.dynamic_sampling"
-    if stream.screens:
-        parts = config.rollout.group_size // config.curriculum.screening
-        least = (3 * parts + 1) * size
-        reason = f"curriculum.name = {config.curriculum.name}"
-    if reason and count < least:
+    least, reason = collector_of(config).least_prompts(config)
+    if count < least:
+        size = config.rollout.prompts_per_step
         raise ValueError(
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
             f"got {count}; fewer prompts a step would fit"

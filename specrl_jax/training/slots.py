@@ -5,7 +5,14 @@ from collections.abc import Callable
 from specrl_jax import recipes
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.state import BatchSource
+from specrl_jax.training.stages import (
+    Advantages,
+    ImportanceWeights,
+    Logprobs,
+    SamplingMask,
+    WholeResponses,
+)
+from specrl_jax.training.state import BatchSource, Stage
 
 
 def collector_of(config) -> type[WholeRollout]:
@@ -20,6 +27,16 @@ def generate_of(config) -> Callable[..., RolloutResult]:
 
 def source_of(config) -> type[BatchSource]:
     return recipes.chosen(config, "SOURCE", BatchSource)
+
+
+def stages_of(config) -> list[type[Stage]]:
+    """Return the stages of a batch, in their order."""
+    own = [SamplingMask, Advantages, WholeResponses, ImportanceWeights]
+    asked = recipes.all_chosen(config, "STAGE")
+    first = [stage for stage in asked if not stage.after_logprobs]
+    last = [stage for stage in asked if stage.after_logprobs]
+    own = [stage for stage in own if stage.asked_by(config)]
+    return own + first + [Logprobs] * bool(Logprobs.asked_by(config)) + last
 
 
 def trained_group_size(config) -> int:

@@ -65,7 +65,7 @@ def test_another_condition_may_give_the_same_effect():
     config.lamp.update(size=1, shade="green")
     assert _schema().without_effect(config, "lamp.shade") == "lamp.shade has no effect here"
     blue = When("lamp.colour", lambda c: c.meaning("lamp.colour") == 2)
-    schema = _schema(effects={NEVER: blue})
+    schema = _schema(effects=[{NEVER: blue}])
     line = "lamp.shade has no effect with lamp.colour = red; add --config.lamp.colour=blue"
     assert schema.without_effect(config, "lamp.shade") == line
     config.lamp.colour = "blue"
