@@ -79,8 +79,9 @@ def fields_page() -> str:
     from specrl_jax.settings import SECTIONS, schema
 
     sections = schema().sections
-    core = [line for section in SECTIONS for line in _lines(section)]
-    guests = [line for section in sections[len(SECTIONS) :] for line in _lines(section)]
+    comments = schema().comments()
+    core = [line for section in SECTIONS for line in _lines(section, comments)]
+    guests = [line for section in sections[len(SECTIONS) :] for line in _lines(section, comments)]
     intro = (
         "Every field of a run, with its default and what it means. `--config.FIELD=VALUE` sets one."
         " Defaults are the values of the preset `tiny`; *paper* is SPEC-RL's published run. The"
@@ -90,11 +91,11 @@ def fields_page() -> str:
     return "\n\n".join([*parts, _code(guests)]) + "\n"
 
 
-def _lines(section) -> list[str]:
+def _lines(section, comments: dict[str, str]) -> list[str]:
     title = f"# {section.path}: {section.comment}" if section.comment else f"# {section.path}"
     head = ["", title] if section.path else []
     rows = section.paths().items()
-    return [*head, *(f"{name} = {row.default!r}  # {row.comment}" for name, row in rows)]
+    return [*head, *(f"{name} = {row.default!r}  # {comments[name]}" for name, row in rows)]
 
 
 def _code(lines: list[str]) -> str:

@@ -155,7 +155,7 @@ def test_every_field_is_a_line_of_its_page():
     page = (ROOT / "docs" / "fields.md").read_text()
     assert page == hooks["fields_page"](), "run python docs/hooks.py"
     for name, row in SCHEMA.fields.items():
-        assert f"\n{name} = {row.default!r}  # {row.comment}\n" in page
+        assert f"\n{name} = {row.default!r}  # {row.comment}" in page
         assert row.comment
 
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
-        "models/gguf", "rewards/scorers", "types",
+        "models/gguf", "recipes", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},

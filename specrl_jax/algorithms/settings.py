@@ -99,15 +99,13 @@ NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_co
 
 # fmt: off
 ALGORITHM = Section("algorithm", "", (
-    field("advantage", "auto",
-          "group | gdpo (rewards of a sum apart) | pair (dpo) | tree (of shared "
-          "beginnings) | turn (turns of episodes apart) | gae (with a critic) | auto",
+    field("advantage", "auto", "group | gae (with a critic) | auto (gae or group)",
           choice(lambda: _advantages().ADVANTAGES, "auto")),
     field("normalize_std", True, "divide by the group's std; False: Dr. GRPO; paper True", SWITCH,
           BY_GROUP, BY_TOKEN),
     field("leave_one_out", False, "compare a response with the mean of the others: RLOO", SWITCH,
           BY_GROUP, BY_TOKEN, idle=False),
-    field("objective", "clip", "clip (PPO's) | cispo (the ratio weighs log π) | dpo (of pairs)",
+    field("objective", "clip", "clip (PPO's) | cispo (the ratio weighs log π)",
           choice(lambda: _losses().OBJECTIVES)),
     field("ratio", "token", "token | sequence (one per response, the geometric mean: GSPO)",
           choice(lambda: _losses().RATIOS), BY_TOKEN, RATIO),
@@ -119,8 +117,8 @@ ALGORITHM = Section("algorithm", "", (
           OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=NEW_RUN),
     field("aggregation", "token", "token | sequence (mean of row means) | constant (Dr. GRPO)",
           choice(lambda: _losses().AGGREGATIONS)),
-    field("kl_coef", 0.0, "weight of the KL to the reference, β of dpo; 0: none; paper 1e-4",
-          WEIGHT, may_change=NEW_RUN),
+    field("kl_coef", 0.0, "weight of the KL to the reference; 0: none; paper 1e-4", WEIGHT,
+          may_change=NEW_RUN),
     field("kl_estimator", "k3+", "of the loss: k3+ | k1+ | k2, with the same gradient; paper k3",
           choice(lambda: _losses().KL_ESTIMATORS), KL, BY_TOKEN, may_change=NEW_RUN),
     field("entropy_coef", 0.0, "weight of the entropy bonus; paper 0", FINITE, may_change=NEW_RUN),
@@ -173,8 +171,7 @@ UPDATES = Section("updates", "", (
           choice(_packings)),
     field("skip_no_signal", True, "leave rows out whose loss has no gradient; they still count",
           SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False),
-    field("select", "all", "all rows | outer_pairs (Shuffle-R1)",
-          choice(_row_selections)),
+    field("select", "all", "all rows", choice(_row_selections)),
     field("passes", 1, "passes over each rollout; paper 1", integer(1)),
     field("learning_rate", 3e-4, "AdamW; paper 5e-7", WEIGHT),
     field("schedule", "linear", "constant | linear | cosine (to 0 over the run); paper constant",

@@ -42,7 +42,7 @@ def no_rules(config: Values) -> Iterator[Check]:
     yield from ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class When:
     """Condition under which a field has an effect."""
 

@@ -49,8 +49,13 @@ class Schema:
     # What is declared -----------------------------------------------------------------------------
 
     def comments(self) -> dict[str, str]:
-        """Return the comment of every field, and of the options that have a default."""
-        return {name: row.comment for x in self.sections for name, row in x.paths().items()}
+        """Return the comment of every field, and of the options that have a default.
+
+        The names that others have added to a table of choices follow those of the comment.
+        """
+        rows = {name: row for x in self.sections for name, row in x.paths().items()}
+        added = {name: getattr(row.kind.table(), "added", ()) for name, row in rows.items()}
+        return {name: " | ".join([row.comment, *added[name]]) for name, row in rows.items()}
 
     def defaults(self) -> ConfigDict:
         """Return a configuration of all fields with their defaults."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl_jax.config.fields import Check, Section, Values, When, field
-from specrl_jax.config.kinds import FINITE, SHARE, SWITCH, TEXT, choice, integer, text_or, within
+from specrl_jax.config.kinds import FINITE, SWITCH, TEXT, choice, integer, text_or
 
 
 def _of_alphabet():
@@ -19,31 +19,15 @@ def _readers():
     return READERS
 
 
-def _curriculum():
-    from specrl_jax.data import curriculum
+def _curricula():
+    from specrl_jax.data.curriculum import CURRICULA
 
-    return curriculum
+    return CURRICULA
 
 
 def _has_splits(config: Values) -> bool:
     root = config.data.path or config.data.name
     return not Path(root).expanduser().is_file()
-
-
-def _chooses_by_rate(config: Values) -> bool:
-    return issubclass(config.meaning("curriculum.name"), _curriculum().ByPassRate)
-
-
-def _goes_by_difficulty(config: Values) -> bool:
-    return issubclass(config.meaning("curriculum.name"), _curriculum().EasyToHard)
-
-
-def _is_nearest(config: Values) -> bool:
-    return config.meaning("curriculum.select") is _curriculum().DISTANCES["nearest"]
-
-
-def _is_gaussian(config: Values) -> bool:
-    return config.meaning("curriculum.schedule") is _curriculum().SCHEDULES["gaussian"]
 
 
 def _screens(config: Values) -> bool:
@@ -62,14 +46,8 @@ EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "F
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
 SCREENS = When("curriculum.name", _screens)
-BY_PASS_RATE = When("curriculum.name", _chooses_by_rate)
-RATES = When(
-    "curriculum.name",
-    lambda c: _screens(c) or (_chooses_by_rate(c) and not _is_nearest(c)),
-)
-NEAREST = When("curriculum.select", _is_nearest, "nearest")
-EASY_TO_HARD = When("curriculum.name", _goes_by_difficulty)
-GAUSSIAN = When("curriculum.schedule", _is_gaussian, "gaussian")
+# Recipes that read the bounds too say when: `EFFECTS`.
+RATES = When("curriculum.name", _screens)
 
 
 # fmt: off
@@ -127,29 +105,10 @@ DATA_OPTIONS = Section("data.options", "of sort, the game, the task or the data 
 ), on=TAKES_OPTIONS, free=True)
 
 CURRICULUM = Section("curriculum", "which prompts come next", (
-    field("name", "uniform", "uniform | speed (screened first) | mopps | easy_to_hard",
-          choice(lambda: _curriculum().CURRICULA)),
-    field("low", 0.0, "speed: a prompt is kept if its mean reward is above this", FINITE, RATES),
-    field("high", 1.0, "speed: and below this; threshold: pass rates in [low, high]", FINITE,
+    field("name", "uniform", "uniform | speed (screened first)", choice(_curricula)),
+    field("low", 0.0, "a prompt is chosen, or kept, if its mean reward is above this", FINITE,
           RATES),
-    field("candidates", 4.0, "mopps: candidates per prompt of the batch", within(1, 1e6),
-          BY_PASS_RATE),
-    field("select", "nearest", "mopps: nearest (to the target) | threshold (in [low, high])",
-          choice(lambda: _curriculum().DISTANCES), BY_PASS_RATE),
-    field("target", 0.5, "nearest: pass rate to aim at", SHARE, BY_PASS_RATE, NEAREST),
-    field("decay", 0.5, "mopps: weight of earlier evidence when new comes", SHARE, BY_PASS_RATE),
-    field("difficulty", "answer_len", "easy_to_hard: or prompt_len, or a path in the metadata",
-          TEXT, EASY_TO_HARD),
-    field("levels", 4, "easy_to_hard: levels of equal size; 0: one for each difficulty", integer(),
-          EASY_TO_HARD),
-    field("schedule", "gaussian", "easy_to_hard: classic | balanced | cosine | gaussian",
-          choice(lambda: _curriculum().SCHEDULES), EASY_TO_HARD),
-    field("sigma", 0.5, "gaussian: standard deviation, in levels", within(1e-6, 1e6), EASY_TO_HARD,
-          GAUSSIAN),
-    field("mean_exponent", 0.5, "gaussian: the mean moves by progress to this power",
-          within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
-    field("floor", True, "gaussian: each of K levels keeps a share of 2 / K(K + 1) or more", SWITCH,
-          EASY_TO_HARD, GAUSSIAN),
+    field("high", 1.0, "and below this", FINITE, RATES),
 ))
 # fmt: on
 

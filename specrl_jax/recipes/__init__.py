@@ -41,11 +41,19 @@ class Table(collections.UserDict):
         """Return the choices. Raises ValueError in one line where two have a name."""
         choices = dict(self._own)
         for module in _modules():
-            for name, choice in getattr(module, self._name, {}).items():
+            added = getattr(module, self._name, {})
+            if isinstance(added, Table):  # imported from the core
+                continue
+            for name, choice in added.items():
                 if name in choices:
                     raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
                 choices[name] = choice
         return choices
+
+    @property
+    def added(self) -> list[str]:
+        """Return the names that recipes have added."""
+        return [name for name in self.data if name not in self._own]
 
 
 def declared(name: str) -> list[Any]:
