@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages", "recipes",
+    "algorithms/advantages", "config/fields", "config/spec", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -29,21 +29,24 @@ ALLOWED = {
     "sharding": {"hosts"},
     "types": {"sharding"},
     "algorithms": {
-        "abstract", "hosts", "models", "packing", "recipes", "sharding", "types",
+        "abstract", "config/fields", "config/spec", "hosts", "models", "packing", "recipes",
+        "sharding", "types",
     },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE,
-    "config": {"inputs"},
+    "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
         "recipes", "rewards/scorers", "text", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
-    "process": {"config", "hosts", "inputs", "sharding"},
+    "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},
     "process/hardware": set(),
-    "process/workdir": {"config", "process/checkpoint", "reports", "rewards/failures", "telemetry"},
+    "process/workdir": {
+        "config", "process/checkpoint", "reports", "rewards/failures", "settings", "telemetry",
+    },
     "rewards": {"inputs", "sandbox", "types"},
     "sandbox": {"inputs"},
     "rollout/__init__": set(),
@@ -52,16 +55,16 @@ ALLOWED = {
     "rollout/acceptance": {"models", "rollout/one_pass", "rollout/sampling", "types"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
-        "abstract", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+        "abstract", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},
     "rollout/kept_noise": {"types"},
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
-        "abstract", "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts",
-        "rollout/one_pass", "rollout/requests", "rollout/rows", "rollout/sampling",
-        "rollout/stop_strings", "sharding", "types",
+        "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
+        "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
+        "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "text": {"inputs", "models/gguf"},
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
@@ -72,8 +75,8 @@ ALLOWED = {
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "recipes", "types"},
     "evaluation": {
-        "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry", "text",
-        "types",
+        "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
+        "telemetry", "text", "types",
     },
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "text", "types"},
     "training/run_log": {
@@ -89,12 +92,21 @@ ALLOWED = {
         "hosts", "models", "process/stop", "responses", "rollout", "sharding", "training",
     },
     "recipes/__init__": {"config"},
+    "settings": {"algorithms", "config", "recipes"},
+    "command_line": {"config", "inputs", "settings"},
 }  # fmt: skip
+# What a room declares of a configuration: kinds and conditions, and its own tables.
+ROOMS = ("agents", "algorithms", "data", "models", "rewards", "rollout", "training")
+ALLOWED |= {f"{room}/settings": {"config", "inputs", room} for room in ROOMS}
+ALLOWED["settings"] |= {f"{room}/settings" for room in ROOMS}
+ALLOWED["algorithms/settings"] |= {"models/transformer", "packing"}
+ALLOWED["training/settings"] |= {"telemetry/tracking"}
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "hooks", "responses", "training", "recipes", "agents", "compile", "benchmarks", "reports",
+    "hooks", "responses", "settings", "training", "recipes", "agents", "compile", "benchmarks",
+    "reports",
     "evaluation/eval_tasks", "evaluation/play",
 }  # fmt: skip
 

@@ -26,7 +26,8 @@ from specrl_jax.algorithms.corrections import (
     find_masked,
 )
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.recipes import Rules, Table, no_rules
+from specrl_jax.config.fields import Rules, no_rules
+from specrl_jax.recipes import Table
 from specrl_jax.types import Batch
 
 

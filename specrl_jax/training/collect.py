@@ -39,6 +39,16 @@ class Collector(StatePart):
         """Return how many responses of a group are trained on."""
         return config.rollout.group_size
 
+    @staticmethod
+    def filters_groups(config) -> bool:
+        """Return whether groups whose rewards are equal are left out."""
+        return False
+
+    @staticmethod
+    def least_prompts(config) -> tuple[int, str]:
+        """Return how many training prompts a run needs at least, and the setting that asks it."""
+        return 0, ""
+
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:
         """Return how many rows a rollout has, without idle ones, and how many idle ones."""
@@ -53,15 +63,6 @@ class Collector(StatePart):
     def generations(stored: int) -> int:
         """Return how many generations `history` has, of which the store keeps `stored`."""
         return stored
-
-    @classmethod
-    def check_enough(cls, config, prompts: int) -> None:
-        """Raise ValueError in one line where the prompts to train on are too few."""
-
-    @staticmethod
-    def keeps_signal(config) -> bool:
-        """Return whether groups without a signal are left out of batches."""
-        return False
 
     # A step
 
