@@ -49,7 +49,10 @@ ALLOWED = {
     "rollout/__init__": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
-    "rollout/acceptance": {"models", "rollout/one_pass", "rollout/sampling", "types"},
+    "rollout/acceptance": {
+        "models", "rollout/block", "rollout/one_pass", "rollout/sampling", "types",
+    },
+    "rollout/block": {"models", "rollout/sampling"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
         "abstract", "rollout/rows", "rollout/stop_strings", "sharding", "types",
@@ -59,7 +62,8 @@ ALLOWED = {
     "rollout/kept_noise": {"types"},
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
-        "abstract", "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts",
+        "abstract", "hosts", "models", "packing", "rollout/acceptance", "rollout/block",
+        "rollout/drafts",
         "rollout/one_pass", "rollout/requests", "rollout/rows", "rollout/sampling",
         "rollout/stop_strings", "sharding", "types",
     },
