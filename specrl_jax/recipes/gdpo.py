@@ -82,7 +82,7 @@ def rules(config: Values) -> Iterator[Check]:
     rule = f"False {where} (groups wait with the sum alone)"
     yield "algorithm.dynamic_sampling", rule, not config.get("algorithm.dynamic_sampling")
     rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
-    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
+    yield "curriculum.name", rule, not config.meaning("curriculum.name").by_parts
 
 
 ADVANTAGES = {"gdpo": Advantage(estimate, DecoupledConfig.of, rules=rules)}

@@ -100,7 +100,7 @@ def rules(config: Values) -> Iterator[Check]:
         f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
     )
     yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
-    screens = config.meaning("curriculum.name").screens
+    screens = config.meaning("curriculum.name").by_parts
     rule = f"True {where}"
     reuses = config.get("curriculum.reuse_screening")
     yield "curriculum.reuse_screening", rule, reuses or not screens

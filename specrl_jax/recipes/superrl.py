@@ -114,7 +114,7 @@ def _rules(config: Values) -> Iterator[Check]:
     yield coef, rule, not config.get("algorithm.dynamic_sampling")
     curriculum = config.curriculum.name
     rule = f"0 where curriculum.name is {curriculum} (it leaves unsolved groups out)"
-    yield coef, rule, not config.meaning("curriculum.name").screens
+    yield coef, rule, not config.meaning("curriculum.name").by_parts
     rule = "0 where algorithm.keep_sampling_mask is True (no sampler wrote a solution)"
     yield coef, rule, not config.algorithm.keep_sampling_mask
 

@@ -316,7 +316,7 @@ def _rules(config: Values) -> Iterator[Check]:
     yield "rollout.run_ahead", f"False {where}", not config.get("rollout.run_ahead")
     yield "rollout.partial", f"0 {where}", not config.get("rollout.partial")
     yield "environment.name", f'"" {where}', not config.environment.name
-    screens = config.meaning("curriculum.name").screens
+    screens = config.meaning("curriculum.name").by_parts
     yield "curriculum.name", f"a curriculum that does not screen {where}", not screens
 
 

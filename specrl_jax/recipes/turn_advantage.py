@@ -101,7 +101,7 @@ def rules(config: Values) -> Iterator[Check]:
     rule = f"False {where} (groups wait without their turns)"
     yield "algorithm.dynamic_sampling", rule, not config.get("algorithm.dynamic_sampling")
     rule = f"a curriculum that does not screen {where} (groups wait without their turns)"
-    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
+    yield "curriculum.name", rule, not config.meaning("curriculum.name").by_parts
 
 
 ADVANTAGES = {"turn": Advantage(estimate, TurnConfig.of, rules=rules)}

@@ -20,8 +20,9 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH, integer
-from specrl_jax.data.curriculum import CURRICULA, part_of
-from specrl_jax.data.settings import SCREENS
+from specrl_jax.data.curriculum import CURRICULA as ALL_CURRICULA
+from specrl_jax.data.curriculum import PromptStream, part_of
+from specrl_jax.data.settings import BY_PARTS
 from specrl_jax.responses import Responses
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
@@ -58,6 +59,12 @@ class Group:
         return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
+class Screened(PromptStream):
+    """Uniform; `GroupBuffer` screens the prompts with a few responses."""
+
+    by_parts = True
+
+
 class WaitingGroups(Collector):
     """Rollouts until groups that teach fill the batch; those beyond it wait."""
 
@@ -92,7 +99,7 @@ class WaitingGroups(Collector):
     @staticmethod
     def least_prompts(config) -> tuple[int, str]:
         size = config.rollout.prompts_per_step
-        if CURRICULA[config.curriculum.name].screens:
+        if ALL_CURRICULA[config.curriculum.name].by_parts:
             parts = config.rollout.group_size // config.curriculum.screening
             return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
         return 2 * size, "algorithm.dynamic_sampling"
@@ -166,7 +173,7 @@ COLLECTOR = WaitingGroups
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
-    screens = CURRICULA[settings.name].screens
+    screens = ALL_CURRICULA[settings.name].by_parts
     return settings.screening if screens else config.rollout.group_size
 
 
@@ -350,9 +357,10 @@ def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
 
 
+CURRICULA = {"speed": Screened}
 SEVERAL_ROLLOUTS = When(
     "algorithm.dynamic_sampling",
-    lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,
+    lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").by_parts,
     "True",
 )
 # fmt: off
@@ -365,9 +373,9 @@ SECTIONS = (
     )),
     Section("curriculum", "", (
         field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",
-              integer(1), SCREENS),
+              integer(1), BY_PARTS),
         field("reuse_screening", True, "speed: train on the screening responses too (biased)",
-              SWITCH, SCREENS),
+              SWITCH, BY_PARTS),
     )),
 )
 # fmt: on
@@ -384,7 +392,7 @@ def _dynamic_sampling(config: Values) -> Iterator[Check]:
 
 
 def _screening(config: Values) -> Iterator[Check]:
-    if not config.meaning("curriculum.name").screens:
+    if not config.meaning("curriculum.name").by_parts:
         return
     settings = config.curriculum
     group_size = config.rollout.group_size
