@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/preference", "algorithms/advantages",
+    "algorithms/preference", "algorithms/advantages", "algorithms/terms", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -28,11 +28,14 @@ ALLOWED = {
     "packing": set(),
     "sharding": {"hosts"},
     "types": {"sharding"},
-    "algorithms": {"abstract", "hosts", "models", "packing", "sharding", "types"},
+    "algorithms": {
+        "abstract", "hosts", "models", "packing", "recipes", "sharding", "types",
+    },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/preference": PURE,
     "algorithms/losses": PURE,
+    "algorithms/terms": PURE,
     "algorithms/advantages": PURE | {"inputs"},
     "config": {"inputs"},
     "data": {

@@ -178,7 +178,8 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
         inputs = values_inputs(update_spec, run.state, run.batch, run.base_params)
         yield _program("values", critic_values, *inputs, runs_model=True, kept=kept)
     num_rows = settings.updates.mini_batch_size
-    inputs = update_inputs(update_spec, run.state, run.batch, num_rows, run.base_params)
+    inputs = update_inputs(update_spec, run.state, run.batch, num_rows, run.base_params, run.frozen)
+    kept = (*kept, run.frozen)
     for critic_only in {False, critic_only_steps(settings) > 0}:
         name = "update of the critic" if critic_only else "update"
         yield _program(name, update, *inputs, critic_only=critic_only, runs_model=True, kept=kept)

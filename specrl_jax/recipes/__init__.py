@@ -4,15 +4,49 @@ A file takes a slot of the run by a class of the slot's name, such as `SOURCE`. 
 field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
+
+It adds choices to a table of the core, such as `ADVANTAGES`, by a dict of the table's name.
 """
 
+import collections
 import functools
 import importlib
 import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from specrl_jax.config import flatten
+
+# config → (field, the rule in words, whether the configuration keeps it), of a table's choice
+Rules = Callable[[Any], Iterator[tuple[str, str, bool]]]
+
+
+def no_rules(config: Any) -> Iterator[tuple[str, str, bool]]:
+    """Yield nothing: any configuration keeps the rules."""
+    yield from ()
+
+
+class Table(collections.UserDict):
+    """Choices of a field by name: those of the core, then those that recipes add.
+
+    Recipes are imported when the table is first read.
+    """
+
+    def __init__(self, name: str, own: Mapping[str, Any]):
+        self._name = name
+        self._own = own
+
+    @functools.cached_property
+    def data(self) -> dict[str, Any]:
+        """Return the choices. Raises ValueError in one line where two have a name."""
+        choices = dict(self._own)
+        for module in _modules():
+            for name, choice in getattr(module, self._name, {}).items():
+                if name in choices:
+                    raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
+                choices[name] = choice
+        return choices
 
 
 def chosen(config: Any, slot: str, default: Any) -> Any:
@@ -20,8 +54,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
     Raises ValueError in one line where it asks for two.
     """
-    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
-    asked = [(guest, field) for guest in taken if (field := guest.asked_by(config))]
+    asked = _asked(config, slot)
     if len(asked) > 1:
         fields = dict(flatten(config))
         first, second = (field for _, field in asked[:2])
@@ -30,6 +63,16 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
             f"{slot.lower()}, got {fields[first]!r} and {fields[second]!r}; set one of them back"
         )
     return asked[0][0] if asked else default
+
+
+def all_chosen(config: Any, slot: str) -> list[Any]:
+    """Return all that the configuration asks for in a slot that several may take."""
+    return [guest for guest, _ in _asked(config, slot)]
+
+
+def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
+    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
+    return [(guest, field) for guest in taken if (field := guest.asked_by(config))]
 
 
 @functools.cache

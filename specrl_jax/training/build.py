@@ -47,8 +47,14 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.training.description import describe, policy_updates, rate_jump
 from specrl_jax.training.responses import Responder
-from specrl_jax.training.slots import collector_of, generate_of, source_of
-from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
+from specrl_jax.training.slots import (
+    collector_of,
+    frozen_of,
+    generate_of,
+    kept_logprobs,
+    source_of,
+)
+from specrl_jax.training.state import Frozen, Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -67,6 +73,7 @@ def build(config) -> tuple[Run, Params]:
     total_steps = count_steps(config, len(prompts.lens))
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
+    frozen = load_frozen(config, tokenizer)
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
@@ -81,13 +88,16 @@ def build(config) -> tuple[Run, Params]:
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         responder=responder,
-        update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
+        update_spec=make_update_spec(
+            config, model, schedule, spec.draft_head is not None, frozen and frozen.model
+        ),
         schedule=schedule,
         collector=collector_of(config),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
         source=source,
         rollout_mesh=source.rollout_mesh(config),
+        frozen=frozen,
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
@@ -95,6 +105,15 @@ def build(config) -> tuple[Run, Params]:
             run.eval_spec.check_max_rows()
     describe(run)
     return run, params
+
+
+def load_frozen(config, tokenizer: Tokenizer) -> Frozen | None:
+    """Load the weights beside the policy's that a recipe asks for, in the compute type."""
+    recipe = frozen_of(config)
+    if recipe is None:
+        return None
+    model, params = recipe.load(config, tokenizer)
+    return Frozen(model, lora.freeze(model, params))
 
 
 def make_responder(config, tokenizer: Tokenizer) -> Responder:
@@ -191,7 +210,13 @@ def training_spec(
 ) -> RolloutSpec:
     """Return the spec of training rollouts: of whole groups, or of parts that screen prompts."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
-    return dataclasses.replace(spec, group_size=collector_of(config).rollout_group_size(config))
+    kept = kept_logprobs(config)
+    return dataclasses.replace(
+        spec,
+        group_size=collector_of(config).rollout_group_size(config),
+        stored_logprobs=max(spec.stored_logprobs, kept),
+        keeps_accepted=kept > 0 and spec.accept.accepted_probs is not None,
+    )
 
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
@@ -366,5 +391,5 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         generations=settings.draft_age,
         history=spec.draft_history,
         logprobs=not spec.accept.samples_anew,
-        k=spec.stored_logprobs if spec.accept.needs_distribution else 0,
+        k=spec.stored_logprobs if spec.accept.needs_distribution or spec.keeps_accepted else 0,
     )

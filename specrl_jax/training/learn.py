@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator
 
 import jax
@@ -25,6 +26,7 @@ from specrl_jax.algorithms.scoring import (
     logprobs,
     pack_rows,
 )
+from specrl_jax.algorithms.terms import Term
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.inputs import reward_terms
 from specrl_jax.rollout.engine.all_rows import abstract_rollout
@@ -75,14 +77,20 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     return metrics
 
 
-def abstract_batch(config, spec: RolloutSpec, has_critic: bool) -> Batch:
-    """Return the shapes of the batch that `update_policy` gives to `update`."""
+def abstract_batch(
+    config, spec: RolloutSpec, has_critic: bool, terms: tuple[Term, ...] = ()
+) -> Batch:
+    """Return the shapes of the batch that `update_policy` gives to `update`.
+
+    terms: of the loss.
+    """
     algorithm = config.algorithm
     group_size = trained_group_size(config)
     num_rows = config.rollout.prompts_per_step * group_size
     prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
     make = functools.partial(make_batch, prompts, keep_mask=algorithm.keep_sampling_mask)
-    batch = abstract.result(make, abstract_rollout(spec, num_rows))
+    rollout = abstract_rollout(spec, num_rows)
+    batch = abstract.result(make, rollout)
     column = batch.old_logprobs  # as all others of float32 [B, R]
     batch = dataclasses.replace(batch, values=column if has_critic else None)
     advantage = choose_advantage(config)
@@ -108,6 +116,9 @@ def abstract_batch(config, spec: RolloutSpec, has_critic: bool) -> Batch:
         ref_logprobs=column if algorithm.kl_coef else None,
         importance_weights=column if algorithm.importance_cap else None,
         is_solution=marks if algorithm.solution_coef else None,
+        extra=functools.reduce(
+            operator.or_, (x.abstract_columns(config, spec, batch, rollout) for x in terms), {}
+        ),
     )
 
 
@@ -198,6 +209,7 @@ def _update_by_mini_batches(
     batch, row_ids, metrics = select_rows(run, state, batch)
     batch, more = with_reference_and_old_logprobs(run, state, batch)
     metrics |= more
+    batch = with_columns_of_terms(run, state, batch, collected)
     if run.config.algorithm.solution_coef:
         batch, more = with_solutions(run, batch, collected)
         metrics |= more
@@ -212,6 +224,7 @@ def _update_by_mini_batches(
             batch,
             packed,
             state.base_params(run.model),
+            run.frozen and run.frozen.params,
             critic_only=critic_only,
         )
         history.append(scalars)
@@ -289,6 +302,14 @@ def with_reference_and_old_logprobs(
     return batch, metrics
 
 
+def with_columns_of_terms(run: Run, state: RunState, batch: Batch, collected: TrainBatch) -> Batch:
+    """Return the batch with the columns that terms of the loss read."""
+    for term in run.update_spec.loss.terms:
+        own = term.columns(run, state, batch, collected)
+        batch = dataclasses.replace(batch, extra=batch.extra | own)
+    return batch
+
+
 def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
     """Replace the last response of each unsolved group by its problem's solution, if it has one.
 
@@ -334,7 +355,8 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     included = row_tokens.response_lens > 0
     # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
     penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
-    all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic
+    by_term = any(term.teaches_all_rows for term in run.update_spec.loss.terms)
+    all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic or by_term
     if run.config.updates.skip_no_signal and not all_rows_teach:
         included = hosts.fetch(_has_signal(batch.advantages, batch.mask))
         if batch.is_solution is not None:

@@ -8,7 +8,7 @@ part (`collect`).
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,13 @@ from specrl_jax.training.responses import Responder, Responses
 from specrl_jax.types import Drafts, Prompts, StatePart
 
 
+class Frozen(NamedTuple):
+    """Weights beside the policy's that are not trained; a resumed run reads them again."""
+
+    model: ModelConfig
+    params: Params  # as `lora.freeze` gives them
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Parts of a run that `config` builds on the mesh in use."""
@@ -57,6 +64,7 @@ class Run:
     key: jax.Array
     source: "type[BatchSource]"  # makes that of the state
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
+    frozen: Frozen | None = None  # for terms of the loss
 
     @property
     def trained_group_size(self) -> int:

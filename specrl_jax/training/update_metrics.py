@@ -100,6 +100,9 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
     if pairs := total("pairs"):
         metrics["policy/pair_loss"] = total("pair_loss") / pairs
         metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs
+    for name in history[0]:
+        if "/" in name and total(name)[1]:
+            metrics[name] = np.divide(*total(name))
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
