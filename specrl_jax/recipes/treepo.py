@@ -90,7 +90,7 @@ class _Groups:
         self.done = self.waiting  # rows that get no more tokens now
         self.lens = np.zeros(shape, np.int32)
         self.draft_lens = np.zeros(self.lens.size, np.int32)
-        self.rollout = Rollout.empty(self.lens.size, spec.response_slots, spec.stored_logprobs)
+        self.rollout = spec.empty_rollout(self.lens.size)
 
     @property
     def limits(self) -> np.ndarray:

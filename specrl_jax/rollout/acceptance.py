@@ -32,6 +32,7 @@ from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
 from specrl_jax.types import Tokens
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+LEAST_REST = 1e-6  # least probability of all other tokens where it divides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,9 @@ class AcceptanceRule:
     # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
     # means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
     importance_weight: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
+    # (π, π_old) [..., k + 1], from `outcomes` -> chance that a token is the draft's, and accepted.
+    # After a rejection the token is from π. None: the rule emits π.
+    accepted_probs: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
     # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
     # Arrays [B, R]; None: the rule has no lenience.
     lenient_share: ClassVar[Callable[[Any, Array], Array] | None] = None
@@ -160,6 +164,10 @@ class Ratio(AcceptanceRule):
         threshold = jnp.maximum(threshold, lowest)
         return jnp.where(jnp.isneginf(self.log_lenience), jnp.inf, threshold)
 
+    def accepted_probs(self, now, old):
+        """Return min(π_old, ℓ π)."""
+        return jnp.minimum(old, jnp.where(now > 0, jnp.exp(jnp.log(now) + self.log_lenience), 0.0))
+
     def importance_weight(self, log_ratio, rejected_mass):
         """Return (1 - d) max(π / π_old, 1 / ℓ): π over the accepted part of the emitted law."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -self.log_lenience))
@@ -183,6 +191,10 @@ class RandomCut(AcceptanceRule):
 
     def accept_threshold(self, uniforms, draft_logprobs):
         return jnp.full_like(draft_logprobs, -jnp.inf)
+
+    def accepted_probs(self, now, old):
+        """Return π_old."""
+        return old
 
     def importance_weight(self, log_ratio, rejected_mass):
         """Return π / π_old."""
@@ -248,6 +260,34 @@ def count_leading(accept_BW: Array, lens_B: Array) -> Array:
     width = accept_BW.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(accept_BW & (offsets < lens_B[:, None]), width, offsets), axis=1)
+
+
+def outcomes(logprobs: Array, least: float = 0.0) -> Array:
+    """Return the probabilities [..., k + 1] of k tokens and of all others.
+
+    logprobs: [..., k]; -inf where there are fewer tokens. least: of the others, at least.
+    """
+    probs = jnp.exp(logprobs)
+    rest = jnp.maximum(1.0 - jnp.sum(probs, axis=-1, keepdims=True), least)
+    return jnp.concatenate([probs, rest], axis=-1)
+
+
+def logprobs_of_ids(ids: Array, logprobs: Array, wanted: Array, law: Array) -> Array:
+    """Return log-probs [..., k] of the tokens `wanted`, where those of other tokens are known.
+
+    A token that is not known has a share of what the others leave, in proportion to another law.
+
+    ids, logprobs: [..., j], tokens and their log-probs. wanted: int32 [..., k]; -1 for none. law:
+    [..., k], log-probs of the other law at `wanted`.
+    """
+    same = (wanted[..., :, None] == ids[..., None, :]) & (wanted >= 0)[..., :, None]
+    known = jnp.any(same, axis=-1)
+    found = jnp.max(jnp.where(same, logprobs[..., None, :], -jnp.inf), axis=-1)
+    rest = jnp.maximum(1.0 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True), 0.0)
+    law_known = jnp.sum(jnp.where(known, jnp.exp(law), 0.0), axis=-1, keepdims=True)
+    law_rest = jnp.maximum(1.0 - law_known, LEAST_REST)
+    shared = jnp.where(wanted >= 0, law + jnp.log(rest / law_rest), -jnp.inf)
+    return jnp.where(known, found, shared)
 
 
 def verify_block(
