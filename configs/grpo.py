@@ -175,6 +175,9 @@ def base() -> ConfigDict:
     algorithm.dynamic_sampling = False  # DAPO: sample until a whole batch of groups has signal
     algorithm.max_gen_batches = 10  # at most so many rollouts a step (dynamic_sampling, speed)
 
+    config.score_centering = score_centering = ConfigDict()  # arXiv 2609.20807
+    score_centering.top_k = 0  # k, likeliest tokens of the sampler that centre; 0: off; SkyRL 20
+
     config.critic = critic = ConfigDict()  # a value function, for PPO: see configs/ppo.py
     critic.kind = "none"  # none (rewards of a group are compared) | head (on the policy) | network
     critic.learning_rate = 1e-3  # AdamW, constant; other values as in updates; paper 1e-5

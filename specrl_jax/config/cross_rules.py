@@ -320,6 +320,12 @@ def _sizes(config: ConfigDict) -> Iterator[Check]:
     yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0
 
 
+def _terms(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of terms that recipes add to the loss."""
+    for term in load("recipes:all_chosen")(config, "TERM"):
+        yield from term.rules(config)
+
+
 RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
@@ -337,4 +343,5 @@ RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _solutions,
     _sizes,
     _adapters,
+    _terms,
 )

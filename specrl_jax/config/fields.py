@@ -336,6 +336,7 @@ FIELDS: dict[str, Field] = {
     "algorithm.mask.truncated": _row(SWITCH, BY_TOKEN, idle=False, may_change=NEW_RUN),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
+    "score_centering.top_k": _row(integer()),
     "critic.kind": _row(key_of("models.transformer:CRITIC_KINDS", "none")),
     "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=NEW_RUN),
     "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=NEW_RUN),
