@@ -144,7 +144,7 @@ def base() -> ConfigDict:
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
-    # group | gdpo (rewards of a sum apart) | pair (dpo) | tree and tree_by_size (of forks) | turn
+    # group | gdpo (rewards of a sum apart) | pair (dpo) | tree (of forks) | turn
     # (turns of episodes apart) | gae (with a critic) | auto (gae or group)
     algorithm.advantage = "auto"
     algorithm.turn_discount = 1.0  # γ of turn: weight of a turn's reward in the turn before
@@ -211,7 +211,7 @@ def base() -> ConfigDict:
     updates.logits_chunk = 512  # tokens of a row whose logits are in memory at once
     updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
     updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
-    updates.select = "all"  # all rows | outer_pairs (Shuffle-R1) | random_pairs (its control)
+    updates.select = "all"  # all rows | outer_pairs (Shuffle-R1)
     updates.token_budget = 0  # C3PO: an update takes random rows up to so many tokens; 0: all
     updates.passes = 1  # passes over each rollout; paper 1
     updates.learning_rate = 3e-4  # AdamW; paper 5e-7

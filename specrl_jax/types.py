@@ -202,8 +202,6 @@ class Batch:
     # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
     # None: among all tokens.
     support: Array | None = None
-    # int32 [B, K], where a response's turns end, 0 for none; for an advantage by turn, else None.
-    turn_ends: Array | None = None
     is_solution: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
     # [B, ...] by name, columns that terms of the loss read
     extra: dict[str, Array] = dataclasses.field(default_factory=dict)

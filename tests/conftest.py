@@ -4,6 +4,7 @@ The environment is set here, before anything imports jax; processes that tests s
 A value that the user has set stays.
 """
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -92,6 +93,12 @@ def mesh():
     mesh = _mesh(1, 1, 1)
     with jax.set_mesh(mesh):
         yield mesh
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The list that each update of a run is appended to, a `watched_updates.Update`."""
+    return importlib.import_module("watched_updates").watch_updates(monkeypatch)
 
 
 @pytest.fixture(scope="session")

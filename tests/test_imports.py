@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/preference", "algorithms/advantages", "algorithms/terms", "recipes",
+    "algorithms/advantages", "algorithms/terms", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -33,10 +33,9 @@ ALLOWED = {
     },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
-    "algorithms/preference": PURE,
     "algorithms/losses": PURE,
     "algorithms/terms": PURE,
-    "algorithms/advantages": PURE | {"inputs"},
+    "algorithms/advantages": PURE,
     "config": {"inputs"},
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",

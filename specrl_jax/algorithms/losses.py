@@ -27,6 +27,7 @@ from specrl_jax.algorithms.corrections import (
 )
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.recipes import Rules, Table, no_rules
 from specrl_jax.types import Batch
 
 
@@ -40,7 +41,7 @@ class LossConfig:
     clip_high: float = 0.28  # ε_high, >= 0
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
-    kl_coef: float = 0.0  # β, weight of the KL, or of the log-ratios in pairs
+    kl_coef: float = 0.0  # β, weight of the KL
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
     solution_coef: float = 0.0  # weight of a solution's log-likelihood
@@ -48,7 +49,7 @@ class LossConfig:
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
     terms: tuple[Term, ...] = ()  # added to the objective
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
-    group_size: int = 1  # G, responses of a group, in which the objective "dpo" finds its pair
+    group_size: int = 1  # G, responses of a group
     max_response_len: int  # tokens, >= 1
 
 
@@ -109,32 +110,26 @@ def clipped_weight(
     return -weight * advantages * logprobs, (ratio < low) | (ratio > high)
 
 
-def preference(
-    log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig
-) -> tuple[Array, Array]:
-    """Return a loss per token with the gradient of online DPO (arXiv 2410.18252).
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """One choice of `config.algorithm.objective`."""
 
-        loss = −w·log π(y),    w = ±β·σ(−m), see preference.py
-
-    Worked row, β = 0.1, m = 0: w = 0.05 on the better response, −0.05 on the worse one.
-
-    Arguments as in `clipped_surrogate`; advantages: w, from `preference.weigh_pairs`. No token is
-    clipped.
-    """
-    return -advantages * logprobs, jnp.zeros_like(logprobs, bool)
-
-
-Objective = Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
-OBJECTIVES: dict[str, Objective] = {
-    "clip": clipped_surrogate,
-    "cispo": clipped_weight,
-    "dpo": preference,
-}
+    # (log r, log π(y), advantages [B, R], config) → the loss of each token, and where a clip binds
+    loss: Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
+    # (mini-batch, log π(y) [n, R] before its update, config) → the batch with what the loss reads
+    # as advantages, and sums as those of `policy_loss`. None: the advantages are as they are.
+    prepare: Callable[[Batch, Array, LossConfig], tuple[Batch, dict[str, Array]]] | None = None
+    by_token: bool = True  # a token has a ratio, an advantage and a KL; else whole responses have
+    whole_groups: bool = False  # a mini-batch has whole groups, and takes every row once
+    dual_clip: bool = False  # the loss has a dual clip
+    advantage: str = ""  # key of ADVANTAGES that it needs, and that no other objective takes
+    rules: Rules = no_rules
 
 
-def compares_pairs(objective: str) -> bool:
-    """Return whether an objective, a key of OBJECTIVES, is that of preference pairs."""
-    return OBJECTIVES[objective] is preference
+OBJECTIVES: dict[str, Objective] = Table(
+    "OBJECTIVES",
+    {"clip": Objective(clipped_surrogate, dual_clip=True), "cispo": Objective(clipped_weight)},
+)
 
 
 # Ratios -------------------------------------------------------------------------------------
@@ -313,7 +308,8 @@ def policy_loss(
     policies = jax.tree.map(lambda x: jnp.where(mask, x, 0), policies)
     token_log_ratio = logprobs - policies.old
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
-    per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
+    objective = OBJECTIVES[config.objective]
+    per_token, clipped = objective.loss(log_ratio, logprobs, advantages, config)
     per_token_metrics = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
@@ -327,7 +323,7 @@ def policy_loss(
     if batch.ref_logprobs is not None:
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
         per_token_metrics["kl"] = k3(ref_log_ratio)
-        if config.kl_coef and not compares_pairs(config.objective):
+        if config.kl_coef and objective.by_token:
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
     weights = None

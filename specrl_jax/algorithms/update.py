@@ -15,8 +15,12 @@ import optax
 from jax import Array
 
 from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
-from specrl_jax.algorithms.losses import AGGREGATIONS, compares_pairs, policy_loss, value_loss
-from specrl_jax.algorithms.preference import weigh_pairs
+from specrl_jax.algorithms.losses import (
+    AGGREGATIONS,
+    OBJECTIVES,
+    policy_loss,
+    value_loss,
+)
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     abstract_packed,
@@ -34,7 +38,8 @@ from specrl_jax.packing import Sequences
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
-Scalars = dict[str, Array]  # float32 [], but `head_overlap` [depth]
+# float32 []; `head_overlap`: [depth]; a metric's name: [2], a total and what it is divided by.
+Scalars = dict[str, Array]
 # Of the policy, the critic and the draft head.
 Gradients = tuple[Params, Params | None, Params | None]
 
@@ -103,7 +108,7 @@ def update(
 
     Returns the new state and scalars: `loss` of the policy, `grad_norm` (before clipping),
     `weight_norm` and `moments` (see `_sizes`) after the update, the last three also as `critic_*`
-    and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and `weigh_pairs`.
+    and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and the objective.
     """
     before = state
     (grads, critic_grads, head_grads), scalars = _gradients(
@@ -124,7 +129,11 @@ def update(
         head = apply_gradients(update_spec, state.draft_head, head_grads, scalars)
         state = dataclasses.replace(state, draft_head=head)
     if update_spec.skip_nonfinite:
-        must_be_finite = [x for name, x in scalars.items() if name.endswith(("loss", "grad_norm"))]
+        must_be_finite = [
+            x
+            for name, x in scalars.items()
+            if name.endswith(("loss", "grad_norm")) and "/" not in name
+        ]
         finite = jnp.all(jnp.isfinite(jnp.stack(must_be_finite)))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
     sizes = _sizes(state.params, state.opt_state)
@@ -171,11 +180,11 @@ def _gradients(
 ) -> tuple[Gradients, Scalars]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
-    pair_sums: Scalars = {}
-    if compares_pairs(update_spec.loss.objective):
+    own_sums: Scalars = {}
+    if prepare := OBJECTIVES[update_spec.loss.objective].prepare:
         policy = adapted(update_spec.model, state.params, base_params)
         before = logprobs(update_spec, policy, packed, batch.support)
-        batch, pair_sums = weigh_pairs(batch, before, update_spec.loss)
+        batch, own_sums = prepare(batch, before, update_spec.loss)
     weights = (state.params, state.critic)
     policy_normalizer = update_spec.token_budget
     if not policy_normalizer:
@@ -228,7 +237,7 @@ def _gradients(
     zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zero_grads = jax.tree.map(jnp.zeros_like, (*weights, head and head.params))
     grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
-    return grads, sums | pair_sums
+    return grads, sums | own_sums
 
 
 def _term_inputs(

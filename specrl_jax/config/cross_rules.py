@@ -46,6 +46,7 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     compares = advantage.min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group_size >= 2
+    yield from advantage.rules(config)
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
     yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group_size >= 2
     if not meaning(config, "curriculum.name").screens:
@@ -58,71 +59,24 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
 
 
-def _rewards_apart(config: ConfigDict) -> Iterator[Check]:
-    """Yield the rules of an advantage that takes the rewards of a sum apart."""
-    if not load("algorithms.advantages:choose_advantage")(config).by_function:
-        return
-    where = f"where algorithm.advantage is {config.algorithm.advantage}"
-    is_sum = len(load("inputs:reward_terms")(config.reward.name)) > 1
-    yield "reward.name", f"a sum of functions {where}", is_sum
-    rule = f"0 {where} (it takes the rewards before they are summed)"
-    yield "reward.threshold", rule, not config.reward.threshold
-    rule = f'"" {where} (an environment has one reward)'
-    yield "environment.name", rule, not config.environment.name
-    rule = f"False {where} (groups wait with the sum alone)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
-    rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
-    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
-
-
-def _turns(config: ConfigDict) -> Iterator[Check]:
-    """Yield the rules of an advantage that takes turns apart."""
-    if not load("algorithms.advantages:choose_advantage")(config).by_turn:
-        return
-    where = f"where algorithm.advantage is {config.algorithm.advantage}"
-    yield "environment.name", f"an environment {where}", config.environment.name != ""
-    rule = f"0 {where} (a threshold is of the whole episode)"
-    yield "reward.threshold", rule, not config.reward.threshold
-    rule = f"all {where} (it has no single value for a response)"
-    yield "updates.select", rule, meaning(config, "updates.select") is None
-    rule = f"False {where} (groups wait without their turns)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
-    rule = f"a curriculum that does not screen {where} (groups wait without their turns)"
-    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
-
-
-def _pairs(config: ConfigDict) -> Iterator[Check]:
-    """Yield the rules of an objective of preference pairs."""
+def _objective(config: ConfigDict) -> Iterator[Check]:
     algorithm = config.algorithm
-    compares = load("algorithms.losses:compares_pairs")(algorithm.objective)
+    objective = meaning(config, "algorithm.objective")
     where = f"where algorithm.objective is {algorithm.objective}"
-    pairs = load("algorithms.advantages:choose_advantage")(config).pairs
-    yield "algorithm.advantage", f"another one than pair {where}", compares or not pairs
-    yield "algorithm.advantage", f"pair {where}", pairs or not compares
-    if not compares:
-        return
-    yield "algorithm.kl_coef", f"> 0 {where} (it is β)", algorithm.kl_coef > 0
-    rule = f"token or constant {where} (a response's log-prob is a sum)"
-    yield "algorithm.aggregation", rule, meaning(config, "algorithm.aggregation").sums_tokens
-    rule = f"0 {where} (a pair has no ratio)"
-    yield "algorithm.importance_cap", rule, not algorithm.importance_cap
-    rule = f"0 {where} (a solution would take the place of a response of a pair)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
-    group_size = config.rollout.group_size
-    rule = (
-        f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
-    )
-    yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
-    screens = meaning(config, "curriculum.name").screens
-    rule = f"True {where}"
-    yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
+    name = algorithm.advantage
+    needs = objective.advantage
+    owned = {other.advantage for other in load("algorithms.losses:OBJECTIVES").values()}
+    rule = f"another one than {name} {where}"
+    yield "algorithm.advantage", rule, not name or name == needs or name not in owned
+    yield "algorithm.advantage", f"{needs} {where}", not needs or name == needs
+    yield from objective.rules(config)
 
 
 def _selected_rows(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of updates that do not take every row once."""
     algorithm = config.algorithm
     updates = config.updates
-    pairs = load("algorithms.losses:compares_pairs")(algorithm.objective)
+    pairs = meaning(config, "algorithm.objective").whole_groups
     objective = f"where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     if meaning(config, "updates.select") is not None:
         where = f"where updates.select is {updates.select}"
@@ -219,9 +173,6 @@ def _staleness(config: ConfigDict) -> Iterator[Check]:
 def _forks(config: ConfigDict) -> Iterator[Check]:
     """Yield the rules of groups whose rows fork."""
     rollout = config.rollout
-    advantage = load("algorithms.advantages:choose_advantage")(config)
-    rule = "another one where rollout.fork.segment is 0 (no responses fork)"
-    yield "algorithm.advantage", rule, rollout.fork.segment or not advantage.needs_forks
     if not rollout.fork.segment:
         return
     where = "where rollout.fork.segment is > 0"
@@ -329,9 +280,7 @@ def _terms(config: ConfigDict) -> Iterator[Check]:
 RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
     _batches,
     _groups,
-    _rewards_apart,
-    _turns,
-    _pairs,
+    _objective,
     _selected_rows,
     _drafts,
     _carry_over,

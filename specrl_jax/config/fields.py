@@ -133,23 +133,10 @@ BY_GROUP = When(
     lambda c: not load("algorithms.advantages:choose_advantage")(c).needs_critic,
     "none",
 )
-BY_TURN = When(
-    "algorithm.advantage",
-    lambda c: load("algorithms.advantages:choose_advantage")(c).by_turn,
-    "turn",
-)
-DUAL_CLIP = When(
-    "algorithm.objective",
-    lambda c: meaning(c, "algorithm.objective") is load("algorithms.losses:clipped_surrogate"),
-)
-
-
-def _compares_pairs(config: ConfigDict) -> bool:
-    return load("algorithms.losses:compares_pairs")(config.algorithm.objective)
-
-
+BY_TURN = When("algorithm.advantage", lambda c: c.algorithm.advantage == "turn", "turn")
+DUAL_CLIP = When("algorithm.objective", lambda c: meaning(c, "algorithm.objective").dual_clip)
 TOP_K = When("rollout.top_k", lambda c: c.rollout.top_k > 0, "20")
-BY_TOKEN = When("algorithm.objective", lambda c: not _compares_pairs(c))
+BY_TOKEN = When("algorithm.objective", lambda c: meaning(c, "algorithm.objective").by_token)
 KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
 RATIO = When("updates.old_logprobs", lambda c: not _old(c).one_update)
 WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _old(c).by_update or _draft(c).verifies_previous)
@@ -163,7 +150,7 @@ SEVERAL_ROLLOUTS = When(
 )
 CRITIC = When("critic.kind", lambda c: load("algorithms.advantages:has_critic")(c.critic.kind))
 NO_CRITIC = When("critic.kind", lambda c: not CRITIC.holds(c), "none")
-NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef or _compares_pairs(c), "0")
+NO_KL = When("algorithm.kl_coef", lambda c: not (c.algorithm.kl_coef and BY_TOKEN.holds(c)), "0")
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
 SCREENS = When("curriculum.name", lambda c: meaning(c, "curriculum.name").screens)
 BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))

@@ -31,7 +31,7 @@ from jax import Array
 
 from specrl_jax import abstract
 from specrl_jax.algorithms.corrections import MASKS, OLD_LOGPROBS, Policies, exp_bounded
-from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig, preference
+from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig
 from specrl_jax.algorithms.terms import Term, TokenValues
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB, scores_at
 from specrl_jax.rollout.acceptance import (
@@ -110,8 +110,8 @@ class Centering(Term):
         yield "updates.old_logprobs", rule, not recomputed
         rule = f"token {where} (a response's ratio is not one of its tokens')"
         yield "algorithm.ratio", rule, algorithm.ratio == "token"
-        rule = f"clip or cispo {where} (pairs have no weight of a token)"
-        yield "algorithm.objective", rule, OBJECTIVES[algorithm.objective] is not preference
+        rule = f"another one {where} (a token has no weight of its own)"
+        yield "algorithm.objective", rule, OBJECTIVES[algorithm.objective].by_token
         truncates = config.rollout.top_k > 0 or config.rollout.top_p < 1
         rule = f"True {where} and rollout.top_k or rollout.top_p cuts tokens off"
         yield "algorithm.keep_sampling_mask", rule, algorithm.keep_sampling_mask or not truncates
@@ -198,7 +198,7 @@ def loss_slope(log_ratio: Array, logprobs: Array, advantages: Array, config: Los
 
     def total(change: Array) -> Array:
         objective = OBJECTIVES[config.objective]
-        return jnp.sum(objective(log_ratio + change, logprobs + change, advantages, config)[0])
+        return jnp.sum(objective.loss(log_ratio + change, logprobs + change, advantages, config)[0])
 
     return jax.grad(total)(jnp.zeros_like(log_ratio))
 

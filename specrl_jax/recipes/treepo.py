@@ -16,6 +16,8 @@ without that; a group as a whole has more of the beginnings that go on for long.
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,15 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.algorithms.advantages import (
+    EPSILON,
+    Advantage,
+    AdvantageConfig,
+    Estimate,
+    Evidence,
+    for_all_tokens,
+    whole,
+)
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.edit import turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
@@ -32,7 +43,7 @@ from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import where_rows
 from specrl_jax.sharding import put, reshard, take_rows
-from specrl_jax.types import Rollout, Source
+from specrl_jax.types import Batch, Rollout, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,3 +191,80 @@ def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
         lens=jnp.where(own, taken.lens, lens),
         prefix_lens=jnp.where(own, taken.prefix_lens, 0),
     )
+
+
+# The advantage over responses that share a beginning ----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig(AdvantageConfig):
+    segment: int = 0  # tokens between two boundaries at which responses fork
+
+    @classmethod
+    def of(cls, config, group_size: int) -> "TreeConfig":
+        return cls.from_config(config, group_size, segment=config.rollout.fork.segment)
+
+
+def prefix_relative(rewards: Array, tokens: Array, lens: Array, config: TreeConfig) -> Array:
+    """Return the advantage [B] of a response over those that share its prefixes (arXiv 2508.17445).
+
+        Aᵢ = Σ_d w_d·(rᵢ − mean(r of the responses that share the first d segments)) / Σ_d w_d
+
+    w_d is 1, and 0 where a response shares its first d segments with no other, or ends with them.
+    At d = 0 all of the group share the prompt. As options of `group_relative` the sums are divided
+    by their std over the batch, and each difference gets the factor n / (n − 1), n the number of
+    these responses. Differs from the authors' code, which whitens over tokens: here a group of
+    equal rewards gets exactly 0. Worked row, G = 4: rewards 1 0 0 0, the first two share a segment,
+    and so do the others. d = 0: 0.75 −0.25 −0.25 −0.25; d = 1: 0.5 −0.5 0 0; advantages 0.625
+    −0.375 −0.125 −0.125.
+
+    rewards: float32 [B], not split; B = Q·G, the rows of a group are contiguous.
+    tokens, lens: int32 [B, R] and [B], the responses, not split.
+    """
+    size = config.group_size
+    rewards = rewards.reshape(-1, size)
+    tokens = tokens.reshape(-1, size, tokens.shape[1])
+    lens = lens.reshape(-1, size)
+    differences = rewards[:, :, None] - rewards[:, None, :]
+    alike = jnp.ones(differences.shape, bool)  # [Q, G, G]: two responses share the first segments
+    total = jnp.zeros_like(rewards)
+    weights = jnp.zeros_like(rewards)
+    for first in range(0, tokens.shape[2], config.segment):
+        if first:
+            segment = tokens[:, :, first - config.segment : first]
+            alike &= jnp.all(segment[:, :, None] == segment[:, None, :], axis=3)
+            goes_on = lens > first
+            alike &= goes_on[:, :, None] & goes_on[:, None, :]
+        count = jnp.sum(alike, axis=2)
+        others = count - 1 if config.leave_one_out else count
+        centred = jnp.sum(jnp.where(alike, differences, 0), axis=2) / jnp.maximum(others, 1)
+        weight = jnp.where(count > 1, 1, 0)
+        total += weight * centred
+        weights += weight
+    advantages = total / weights
+    if config.normalize_std:
+        advantages = advantages / (jnp.std(advantages, ddof=1) + EPSILON)
+    return advantages.reshape(-1)
+
+
+def estimate(evidence: Evidence, config: TreeConfig) -> Estimate:
+    """Estimate by `prefix_relative`, the same for all tokens of a response."""
+    return _by_prefix(evidence.rewards, evidence.batch, config)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _by_prefix(rewards: Array, batch: Batch, config: TreeConfig) -> Estimate:
+    slots = whole(batch.prompt_lens)[:, None] + jnp.arange(batch.old_logprobs.shape[1])[None, :]
+    tokens = jnp.take_along_axis(whole(batch.tokens), slots, axis=1)
+    lens = whole(batch.response_lens)
+    advantages = prefix_relative(whole(rewards), tokens, lens, config)
+    return for_all_tokens(advantages, batch)
+
+
+def rules(config) -> Iterator[tuple[str, str, bool]]:
+    """Yield the rules of advantages over shared beginnings."""
+    rule = "another one where rollout.fork.segment is 0 (no responses fork)"
+    yield "algorithm.advantage", rule, config.rollout.fork.segment > 0
+
+
+ADVANTAGES = {"tree": Advantage(estimate, TreeConfig.of, rules=rules)}

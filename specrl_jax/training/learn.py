@@ -13,10 +13,10 @@ from jax import Array
 
 from specrl_jax import abstract, hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
+from specrl_jax.algorithms.advantages import Evidence, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.draft_training import count_tokens
-from specrl_jax.algorithms.losses import compares_pairs
+from specrl_jax.algorithms.losses import OBJECTIVES
 from specrl_jax.algorithms.row_selection import ROW_SELECTIONS, cut_to_budget, draw_pairs
 from specrl_jax.algorithms.scoring import (
     PackedRows,
@@ -28,7 +28,6 @@ from specrl_jax.algorithms.scoring import (
 )
 from specrl_jax.algorithms.terms import Term
 from specrl_jax.algorithms.update import join, make_batch, update
-from specrl_jax.inputs import reward_terms
 from specrl_jax.rollout.engine.all_rows import abstract_rollout
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import put
@@ -53,13 +52,9 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     Returns metrics.
     """
     _count_tokens(state, collected.rollout)
-    rewards, metrics = shaped_rewards(run, collected)
     keep_mask = run.config.algorithm.keep_sampling_mask
     batch = make_batch(collected.prompts, collected.rollout, keep_mask)
-    if choose_advantage(run.config).by_turn:
-        batch = dataclasses.replace(batch, turn_ends=put(collected.turns.ends, "batch", None))
-    batch, more = with_advantages(run, state, batch, rewards)
-    metrics |= more
+    batch, metrics = with_advantages(run, state, batch, collected)
     if run.config.algorithm.mask.truncated:
         batch = without_cut_rows(batch, collected.ended)
     if run.config.algorithm.importance_cap:
@@ -93,26 +88,12 @@ def abstract_batch(
     batch = abstract.result(make, rollout)
     column = batch.old_logprobs  # as all others of float32 [B, R]
     batch = dataclasses.replace(batch, values=column if has_critic else None)
-    advantage = choose_advantage(config)
-    settings = AdvantageConfig.from_config(config, group_size)
-    rewards = abstract.array(np.float32, (num_rows,), "batch")
-    if advantage.by_function:
-        shape = (num_rows, len(settings.reward_weights))
-        rewards = abstract.array(np.float32, shape, "batch", None)
-    if advantage.by_turn:
-        shape = (num_rows, config.environment.max_turns)
-        rewards = abstract.array(np.float32, shape, "batch", None)
-        ends = abstract.array(np.int32, shape, "batch", None)
-        batch = dataclasses.replace(batch, turn_ends=ends)
-    estimate = abstract.result(lambda r, b: advantage.estimate(r, b, settings), rewards, batch)
     marks = abstract.array(np.bool_, (num_rows,), "batch")
     recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
     return dataclasses.replace(
         batch,
         recomputed_logprobs=column if recomputed else None,
-        advantages=estimate.advantages,
-        returns=estimate.returns,
-        turn_ends=None,
+        returns=column if has_critic else None,
         ref_logprobs=column if algorithm.kl_coef else None,
         importance_weights=column if algorithm.importance_cap else None,
         is_solution=marks if algorithm.solution_coef else None,
@@ -134,37 +115,34 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
     state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
 
 
-def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the rewards to learn from, float32 [B] or [B, K], and the mean overlong penalty.
-
-    K is as `Advantage.by_function` or `by_turn` says. The penalty is subtracted; of several
-    functions it is one column more, and of several turns only the last pays it.
-    """
-    settings = run.config.reward
-    advantage = choose_advantage(run.config)
-    by_function = advantage.by_function
-    rewards = collected.turns.rewards if advantage.by_turn else collected.rewards
-    if by_function:
-        names = reward_terms(settings.name)
-        rewards = np.stack([collected.by_function[name] for name in names], axis=1)
+def price_of_length(config, rollout: Rollout) -> np.ndarray | None:
+    """Return what each response's length costs, float32 [B]; None where it is free."""
+    settings = config.reward
     if not settings.overlong_tokens:
-        return rewards, {}
-    lens, sources = hosts.fetch((collected.rollout.lens, collected.rollout.tokens.sources))
+        return None
+    lens, sources = hosts.fetch((rollout.lens, rollout.tokens.sources))
     lens = lens - np.sum(sources == Source.FORCED, axis=1)  # the policy's own tokens
-    longest = run.config.rollout.response_len
-    penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
-    if by_function:
-        rewards = np.concatenate([rewards, penalty[:, None]], axis=1)
-    elif advantage.by_turn:
-        last = np.arange(rewards.shape[1]) == collected.turns.counts[:, None] - 1
-        rewards = rewards - np.where(last, penalty[:, None], 0)
-    else:
-        rewards = rewards - penalty
-    return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
+    longest = config.rollout.response_len
+    return settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
+
+
+def gather_evidence(run: Run, batch: Batch, collected: TrainBatch) -> Evidence:
+    """Return what the advantages of a batch are estimated from."""
+    rewards = collected.rewards
+    price = price_of_length(run.config, collected.rollout)
+    if price is not None:
+        rewards = (rewards - price).astype(np.float32)
+    return Evidence(
+        rewards=put(rewards, "batch"),
+        batch=batch,
+        price=price,
+        by_function=collected.by_function,
+        turns=collected.turns,
+    )
 
 
 def with_advantages(
-    run: Run, state: RunState, batch: Batch, rewards: np.ndarray
+    run: Run, state: RunState, batch: Batch, collected: TrainBatch
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch with advantages; with a critic also with its values and returns."""
     if run.update_spec.critic:
@@ -172,14 +150,14 @@ def with_advantages(
         base_params = state.base_params(run.model)
         values = critic_values(run.update_spec, state.policy_state, packed, base_params)
         batch = dataclasses.replace(batch, values=values)
-    config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
-    rewards = put(rewards, "batch", *(None,) * (rewards.ndim - 1))
-    estimate = advantage.estimate(rewards, batch, config)
-    batch = dataclasses.replace(
-        batch, advantages=estimate.advantages, returns=estimate.returns, turn_ends=None
-    )
+    evidence = gather_evidence(run, batch, collected)
+    settings = advantage.settings(run.config, run.trained_group_size)
+    estimate = advantage.estimate(evidence, settings)
+    batch = dataclasses.replace(batch, advantages=estimate.advantages, returns=estimate.returns)
     metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
+    if evidence.price is not None:
+        metrics["reward/overlong"] = float(np.mean(evidence.price))
     # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
     if not (run.config.algorithm.dynamic_sampling or run.update_spec.critic):
         signal = hosts.fetch(_has_signal(batch.advantages, batch.mask))
@@ -354,7 +332,7 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     algorithm = run.config.algorithm
     included = row_tokens.response_lens > 0
     # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
-    penalized = algorithm.kl_coef and not compares_pairs(algorithm.objective)
+    penalized = algorithm.kl_coef and OBJECTIVES[algorithm.objective].by_token
     by_term = any(term.teaches_all_rows for term in run.update_spec.loss.terms)
     all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic or by_term
     if run.config.updates.skip_no_signal and not all_rows_teach:

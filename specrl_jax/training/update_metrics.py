@@ -97,9 +97,6 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
         metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     if tokens := total("solution_tokens"):
         metrics["policy/solution_nll"] = total("solution_nll") / tokens
-    if pairs := total("pairs"):
-        metrics["policy/pair_loss"] = total("pair_loss") / pairs
-        metrics["policy/pair_accuracy"] = total("pair_accuracy") / pairs
     for name in history[0]:
         if "/" in name and total(name)[1]:
             metrics[name] = np.divide(*total(name))

@@ -62,7 +62,7 @@ IMPOSSIBLE = [
     ({"train.epochs": 0}, "train.epochs", "train.steps is 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0}, "data.eval_prompts", "evaluate.every is > 0"),
     ({"reward.overlong_tokens": 7}, "reward.overlong_tokens", "<= rollout.response_len = 6"),
-    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or .* or tree_by_size"),
+    ({"algorithm.advantage": "gae"}, "algorithm.advantage", "auto or group or .* or tree"),
     (LONE, "rollout.group_size", ">= 2 where critic.kind is none"),
     (LONE | DAPO | {"critic.kind": "head"}, "rollout.group_size", "dynamic_sampling is True"),
     (SPEED | {"curriculum.screening": 3}, "curriculum.screening", "a divisor of .* = 8"),

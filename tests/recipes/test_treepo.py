@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
+from advantage_cases import config, estimate
 from rollout_reference import check_equal, host, make_prompts, make_spec
 from small_runs import assert_same_run, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.models.transformer import rollout_weights
-from specrl_jax.recipes.treepo import Forks, plan_forks
+from specrl_jax.recipes.treepo import Forks, TreeConfig, plan_forks, prefix_relative
 from specrl_jax.rollout.engine import runner
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
@@ -291,3 +292,60 @@ def test_held_out_responses_do_not_fork(mesh, monkeypatch):
     assert all(responses.group_size == 4 for responses in answered)
     sources = np.concatenate([np.asarray(x.rollout.tokens.sources) for x in answered])
     assert not np.any(sources == Source.COPIED)
+
+
+# Six responses: the first four begin with 5 5, of which three go on with 6 6; the second ends
+# there, the first and third go on. The last two have a beginning of their own.
+LEAVES = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],
+          [5, 1, 0, 0, 0]]  # fmt: skip
+LEAF_LENS = [5, 4, 5, 4, 5, 2]
+
+
+def test_advantages_over_shared_prefixes_by_hand(make_mesh):
+    """Also on a mesh that splits a group."""
+    # d = 0: mean 1/2, d = 1: of four 3/4, d = 2: of the first and the third 1/2.
+    expected = [
+        (0.5 + 0.25 + 0.5) / 3, (0.5 + 0.25) / 2, (-0.5 - 0.75 - 0.5) / 3,
+        (0.5 + 0.25) / 2, -0.5, -0.5,
+    ]  # fmt: skip
+    mask = np.arange(5) < np.array(LEAF_LENS)[:, None]
+    settings = config(group_size=6, kind=TreeConfig, segment=2)
+    for shape in ((1, 1, 1), (2, 1, 1)):
+        with jax.set_mesh(make_mesh(*shape)):
+            got = estimate(
+                "tree", [1, 1, 0, 1, 0, 0], None, mask, settings, np.array(LEAVES), LEAF_LENS
+            )
+        expected_rows = np.where(mask, np.array(expected)[:, None], 0)
+        np.testing.assert_allclose(got.advantages, expected_rows, atol=1e-6)
+
+
+def test_advantages_over_shared_prefixes_by_loops():
+    """Random trees, and every option, in plain Python; a group of equal rewards gets exactly 0."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 2, (16, 7)).astype(np.int32)
+    lens = rng.integers(1, 8, 16).astype(np.int32)
+    rewards = rng.random(16).astype(np.float32)
+    rewards[8:] = 0.1
+    relative = jax.jit(prefix_relative, static_argnames="config")
+    for scale, leave_one_out in itertools.product((False, True), repeat=2):
+        settings = config(8, scale, leave_one_out, kind=TreeConfig, segment=2)
+        got = relative(rewards, tokens, lens, config=settings)
+        expected = np.zeros(16)
+        for row in range(16):
+            sums = 0.0
+            for depth in (0, 2, 4, 6):
+                same = [
+                    other
+                    for other in range(row // 8 * 8, row // 8 * 8 + 8)
+                    if (depth == 0 or min(lens[other], lens[row]) > depth)
+                    and tokens[other, :depth].tolist() == tokens[row, :depth].tolist()
+                ]
+                if len(same) > 1:
+                    mean = np.mean([rewards[x] for x in same if x != row or not leave_one_out])
+                    expected[row] += rewards[row] - mean
+                    sums += 1
+            expected[row] /= sums
+        if scale:
+            expected /= expected.std(ddof=1) + 1e-6
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(got[8:], 0)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import types
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from small_runs import assert_same_run, line_of, records, saved, small_config
+from watched_updates import SOME_SIGNAL
 
 from specrl_jax import train as loop
 from specrl_jax.algorithms import scoring
@@ -19,32 +19,6 @@ from specrl_jax.training.build import build, init_state
 from specrl_jax.types import Batch, Prompts, Source
 
 
-class Update(NamedTuple):
-    """An update's mini-batch, and what it gave; on the host."""
-
-    row_ids: np.ndarray  # int32 [n]
-    mask: np.ndarray  # bool [B, R]
-    advantages: np.ndarray  # float32 [B, R]
-    nodes: np.ndarray  # int32 [n, R]
-    scalars: dict[str, np.ndarray]
-
-
-@pytest.fixture
-def watched(monkeypatch):
-    """Return the list that each `Update` is appended to."""
-    seen = []
-    real = learn.update
-
-    def update(update_spec, state, batch, packed, *rest, **options):
-        arrays = jax.device_get((packed.row_ids, batch.mask, batch.advantages, packed.nodes))
-        state, scalars = real(update_spec, state, batch, packed, *rest, **options)
-        seen.append(Update(*arrays, jax.device_get(scalars)))
-        return state, scalars
-
-    monkeypatch.setattr(learn, "update", update)
-    return seen
-
-
 def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, watched):
     """Two passes over rows 0..31 in mini-batches of 16."""
     changes = {"updates.passes": 2, "train.steps": 1}
@@ -54,10 +28,6 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, watched):
     np.testing.assert_array_equal(visited, [rows[0], rows[1], rows[0], rows[1]])
     (record,) = records(tmp_path / "run")[1:]
     assert record["update/lr"] == pytest.approx(0.02)
-
-
-# Some of these responses are right, some are not, so that some groups have a signal.
-SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 3}
 
 
 def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeypatch):
@@ -114,8 +84,8 @@ def test_no_token_of_an_environment_costs_reward_for_its_length():
     run = types.SimpleNamespace(config=config)
     prompts = Prompts(None, None, None, ())
     collected = TrainBatch(prompts, rollout, np.ones(3, np.float32), {}, 1, 1)
-    rewards, _ = learn.shaped_rewards(run, collected)
-    np.testing.assert_array_equal(rewards, [0, 1, 1])
+    price = learn.price_of_length(run.config, collected.rollout)
+    np.testing.assert_array_equal(price, [1, 0, 0])
 
 
 SELECTED = SOME_SIGNAL | {"train.steps": 2, "updates.skip_no_signal": False}
@@ -194,56 +164,6 @@ def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
     batch = dataclasses.replace(batch, stale=stale, metrics=batch.metrics | share)
     metrics = learn.update_policy(run, state, batch)
     assert ("policy/rollout_train_logprob_gap" in metrics) == (not stale)
-
-
-def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
-    """Two functions and the price of length, each normalised in its group: by NumPy."""
-    collected = []
-    make_train_batch = loop.make_train_batch
-
-    def watch_batch(run, state, rollouts, seconds):
-        collected.append(rollouts[0].rewards.by_function)
-        return make_train_batch(run, state, rollouts, seconds)
-
-    monkeypatch.setattr(loop, "make_train_batch", watch_batch)
-    changes = SOME_SIGNAL | {
-        "algorithm.advantage": "gdpo", "reward.name": "small_runs:score_first_letter*2+format",
-        "reward.format": "[0-4].*", "reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3,
-        "updates.mini_batch_size": 32, "train.steps": 1,
-    }  # fmt: skip
-    loop.train(small_config(changes), tmp_path / "run")
-    (update,) = watched
-    mask = update.mask
-    columns = [*collected[0].values(), -np.clip((mask.sum(axis=1) - 2) / 4, 0, 1)]
-    total = np.zeros(32)
-    for weight, column in zip([2.0, 1.0, 1.0], columns, strict=True):
-        groups = column.astype(np.float64).reshape(4, 8)
-        centred = groups - groups.mean(axis=1, keepdims=True)
-        normal = centred / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6)
-        total += weight * normal.reshape(-1)
-    assert all(np.ptp(column) > 0 for column in columns)
-    expected = np.where(mask, (total / total.std(ddof=1))[:, None], 0)
-    np.testing.assert_allclose(update.advantages, expected, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("weight", "factor", "expected"),
-    [(1, 0.5, 1.0), (2, 2.0, 0.75)],  # parts that cancel, and parts of equal sums that do not
-)
-def test_groups_without_signal_are_those_without_advantages(
-    mesh, tmp_path, monkeypatch, weight, factor, expected
-):
-    """Of the four groups the first has different rewards."""
-    first = np.zeros(32, np.float32)
-    first[:3] = 1
-    parts = np.stack([first, factor * (1 - first)], axis=1).astype(np.float32)
-    monkeypatch.setattr(learn, "shaped_rewards", lambda run, collected: (parts, {}))
-    changes = {
-        "algorithm.advantage": "gdpo", "train.steps": 1,
-        "reward.name": f"small_runs:score_first_letter*{weight}+format", "reward.format": "[0-4].*",
-    }  # fmt: skip
-    loop.train(small_config(SOME_SIGNAL | changes), tmp_path / "run")
-    assert records(tmp_path / "run")[-1]["reward/no_signal"] == expected
 
 
 def test_the_price_of_length_is_a_signal(mesh, tmp_path):

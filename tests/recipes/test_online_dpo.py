@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import update_reference as ref
+from advantage_cases import config
 from loss_batches import MAX_LEN, PLAIN, make_batch
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.algorithms.advantages import AdvantageConfig, best_and_worst
 from specrl_jax.algorithms.losses import policy_loss
-from specrl_jax.algorithms.preference import weigh_pairs
+from specrl_jax.recipes.online_dpo import best_and_worst, weigh_pairs
 
 BETA = 0.3
 
@@ -22,7 +22,7 @@ BETA = 0.3
 def test_best_and_worst_by_hand():
     """The first of equals counts; equal rewards have no pair."""
     rewards = np.array([0, 1, 1, 0, 0.5, 0.5, 0.5, 0.5, 2, -1, 0, 3], np.float32)
-    settings = AdvantageConfig(4, True, False, 1.0, 1.0)
+    settings = config(4, True)
     expected = [-1, 1, 0, 0, 0, 0, 0, 0, 0, -1, 0, 1]
     np.testing.assert_array_equal(best_and_worst(rewards, settings), expected)
 
@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_the_formula_in_float64(mesh, aggregation):
     signs = np.array([0, 1, -1, -1, 0, 1])
     mask = np.asarray(batch.mask)
     batch = dataclasses.replace(batch, advantages=np.where(mask, signs[:, None], 0.0))
-    config = dataclasses.replace(
+    settings = dataclasses.replace(
         PLAIN, objective="dpo", kl_coef=BETA, group_size=3, aggregation=aggregation
     )
     count = {"token": mask.sum(), "constant": 6 * MAX_LEN}[aggregation]
@@ -54,12 +54,12 @@ def test_the_gradient_is_that_of_the_formula_in_float64(mesh, aggregation):
         return _paper(x, ref, better=1, worse=2) + _paper(x, ref, better=5, worse=3)
 
     with jax.enable_x64(True):
-        weighed, sums = weigh_pairs(batch, jnp.asarray(logprobs), config)
-        got, _ = jax.grad(policy_loss, has_aux=True)(logprobs, entropy, weighed, config)
+        weighed, sums = weigh_pairs(batch, jnp.asarray(logprobs), settings)
+        got, _ = jax.grad(policy_loss, has_aux=True)(logprobs, entropy, weighed, settings)
         value, expected = jax.value_and_grad(formula)(logprobs)
         np.testing.assert_allclose(got * count, expected, rtol=1e-12)
-        assert float(sums["pairs"]) == 2
-        np.testing.assert_allclose(sums["pair_loss"], value, rtol=1e-12)
+        assert float(sums["policy/pair_loss"][1]) == 2
+        np.testing.assert_allclose(sums["policy/pair_loss"][0], value, rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1)])
@@ -89,8 +89,8 @@ def test_pairs_that_lie_in_two_micro_batches_have_their_gradient(make_mesh, shap
         got, sums = ref.gradient(spec, batch)
     scaled = jax.tree.map(lambda x: np.asarray(x) * 4 * ref.LOSS.max_response_len, got)
     assert ref.distance(scaled, expected) <= 2e-6
-    assert float(sums["pairs"]) == 1
-    np.testing.assert_allclose(sums["pair_loss"], value, rtol=1e-5)
+    assert float(sums["policy/pair_loss"][1]) == 1
+    np.testing.assert_allclose(sums["policy/pair_loss"][0], value, rtol=1e-5)
 
 
 RUN = {
