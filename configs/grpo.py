@@ -150,9 +150,10 @@ def base() -> ConfigDict:
     algorithm.turn_discount = 1.0  # γ of turn: weight of a turn's reward in the turn before
     algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
     algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
-    algorithm.objective = "clip"  # clip (PPO's) | cispo (the ratio weighs log π) | dpo (of pairs)
+    # clip (PPO's) | cispo (the ratio weighs log π) | dpo (of pairs) | dppo (π is bounded)
+    algorithm.objective = "clip"
     algorithm.ratio = "token"  # token | sequence (one per response, the geometric mean: GSPO)
-    algorithm.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
+    algorithm.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2; see dppo
     algorithm.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
     algorithm.dual_clip = 3.0  # c: the loss is at most c·|A| for negative A; 0: off; paper 3
     algorithm.aggregation = "token"  # token | sequence (mean of row means) | constant (Dr. GRPO)
@@ -171,6 +172,7 @@ def base() -> ConfigDict:
     mask.outlier_high = 0.0  # any r of a response above this; SkyRL 100
     mask.negative_kl = 0.0  # KL of a response of negative advantage above this: DeepSeek-V3.2
     mask.binary_kl = 0.0  # either KL of token against all others above this; KPop 0.1
+    mask.moved = 0.0  # |π_train - π_rollout| above this; IPO (prime-rl) 0.3
     mask.truncated = False  # all of a response that the length cut; its reward stays in the group's
     algorithm.dynamic_sampling = False  # DAPO: sample until a whole batch of groups has signal
     algorithm.max_gen_batches = 10  # at most so many rollouts a step (dynamic_sampling, speed)

@@ -320,6 +320,7 @@ FIELDS: dict[str, Field] = {
     "algorithm.mask.outlier_high": _row(OFF_OR_ABOVE_ONE, may_change=NEW_RUN),
     "algorithm.mask.negative_kl": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.mask.binary_kl": _row(WEIGHT, may_change=NEW_RUN),
+    "algorithm.mask.moved": _row(BELOW_ONE, may_change=NEW_RUN),
     "algorithm.mask.truncated": _row(SWITCH, BY_TOKEN, idle=False, may_change=NEW_RUN),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),

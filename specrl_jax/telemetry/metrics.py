@@ -111,6 +111,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/masked_outlier_high": ("share of tokens masked, their row has a high ratio", "1"),
     "policy/masked_negative_kl": ("share of tokens masked, A < 0 in a row of a large KL", "1"),
     "policy/masked_binary_kl": ("share of tokens masked, their binary KL is large", "1"),
+    "policy/masked_moved": ("share of tokens masked, their probability has moved", "1"),
     "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1"),
     "policy/pair_loss": ("-log σ of the margin of a preference pair, mean", "nats"),
     "policy/pair_accuracy": ("share of pairs whose better response is preferred", "1"),
