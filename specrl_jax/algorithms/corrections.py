@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.recipes import Table
 from specrl_jax.types import Batch
 
 # Log-ratios are bounded by ±20, where the gradient is 0. e^20 = 4.9e8 keeps products with
@@ -148,23 +149,26 @@ def _binary_kl(policies: Policies, advantages: Array, mask: Array, bound: float)
 
 # One mask for each field of `config.algorithm.mask`, which holds its bound; 0 turns it off. r is
 # π_train / π_rollout; it is compared in log space, so that none overflows.
-MASKS: dict[str, Mask] = {
-    # A token whose r is below or above the bound: IcePop (arXiv 2510.18855), [0.5, 5].
-    "token_low": _compare_tokens(jnp.less),
-    "token_high": _compare_tokens(jnp.greater),
-    # All tokens of a row whose geometric mean of r is: SkyRL, [0.99, 1.01].
-    "row_low": _compare_rows(jnp.less),
-    "row_high": _compare_rows(jnp.greater),
-    # All tokens of a row with any r that is: SkyRL, [1e-4, 100].
-    "outlier_low": _find_outliers(jnp.less),
-    "outlier_high": _find_outliers(jnp.greater),
-    # Tokens of negative advantage in a row with mean log π_rollout − log π above the bound:
-    # DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). There the KL penalty has no mask.
-    "negative_kl": _negative_kl,
-    # A token with either `binary_kl` of π_train and π_rollout above the bound: KPop
-    # (ringtech.notion.site/kpop), 0.1.
-    "binary_kl": _binary_kl,
-}
+MASKS: dict[str, Mask] = Table(
+    "MASKS",
+    {
+        # A token whose r is below or above the bound: IcePop (arXiv 2510.18855), [0.5, 5].
+        "token_low": _compare_tokens(jnp.less),
+        "token_high": _compare_tokens(jnp.greater),
+        # All tokens of a row whose geometric mean of r is: SkyRL, [0.99, 1.01].
+        "row_low": _compare_rows(jnp.less),
+        "row_high": _compare_rows(jnp.greater),
+        # All tokens of a row with any r that is: SkyRL, [1e-4, 100].
+        "outlier_low": _find_outliers(jnp.less),
+        "outlier_high": _find_outliers(jnp.greater),
+        # Tokens of negative advantage in a row with mean log π_rollout − log π above the bound:
+        # DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). There the KL penalty has no mask.
+        "negative_kl": _negative_kl,
+        # A token with either `binary_kl` of π_train and π_rollout above the bound: KPop
+        # (ringtech.notion.site/kpop), 0.1.
+        "binary_kl": _binary_kl,
+    },
+)
 
 
 def masks_from(settings) -> tuple[tuple[str, float], ...]:

@@ -42,7 +42,10 @@ class Table(collections.UserDict):
         """Return the choices. Raises ValueError in one line where two have a name."""
         choices = dict(self._own)
         for module in _modules():
-            for name, choice in getattr(module, self._name, {}).items():
+            added = getattr(module, self._name, {})
+            if added is self:  # a recipe that reads the table
+                continue
+            for name, choice in added.items():
                 if name in choices:
                     raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
                 choices[name] = choice
