@@ -202,7 +202,9 @@ class Batch:
     # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
     # None: among all tokens.
     support: Array | None = None
-    is_solution: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
+    # float32 [B], weight of -log π, which is then a row's only loss: the policy did not write it.
+    # 0 for rows that it wrote; None: it wrote all.
+    supervised: Array | None = None
     # [B, ...] by name, columns that terms of the loss read
     extra: dict[str, Array] = dataclasses.field(default_factory=dict)
 

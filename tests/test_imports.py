@@ -39,7 +39,7 @@ ALLOWED = {
     "config": {"inputs"},
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
-        "models/gguf", "rewards/scorers", "types",
+        "models/gguf", "recipes", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"config", "hosts", "inputs", "sharding"},
@@ -66,7 +66,7 @@ ALLOWED = {
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
-    "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
+    "telemetry": {"algorithms/advantages", "config", "inputs", "recipes", "types"},
     "evaluation": {
         "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry",
         "types",

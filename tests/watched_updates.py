@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from small_runs import assert_same_run, small_config
 
+from specrl_jax import train
 from specrl_jax.training import learn
 
 # Some of these responses are right, some are not, so that some groups have a signal.
@@ -34,3 +36,10 @@ def watch_updates(monkeypatch) -> list[Update]:
 
     monkeypatch.setattr(learn, "update", update)
     return seen
+
+
+def assert_goes_on(changes, whole, parts):
+    """A run of two steps is that of two runs of one."""
+    train.train(small_config(changes | {"train.steps": 1}), parts)
+    train.train(small_config(changes), parts)
+    assert_same_run(parts, whole, 2)

@@ -44,7 +44,6 @@ class LossConfig:
     kl_coef: float = 0.0  # β, weight of the KL
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
-    solution_coef: float = 0.0  # weight of a solution's log-likelihood
     importance_cap: float = math.inf  # of the batch's importance weights, where it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
     terms: tuple[Term, ...] = ()  # added to the objective
@@ -277,14 +276,13 @@ def policy_loss(
 
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
-    The terms of `config.terms` are added to the mean. A token that a mask of `config.masks` leaves
-    out has the loss 0 and counts in the mean, as in IcePop and DeepSeek-V3.2. A token of a row that
-    holds a solution has −c·log π in place of these terms, c the `solution_coef` (SuperRL, arXiv
-    2506.01096).
+    The terms of `config.terms` are added. A token that a mask of `config.masks` leaves out has the
+    loss 0 and counts in the mean, as in IcePop and DeepSeek-V3.2. A token of a row that the policy
+    did not write has −c·log π in place of these terms, c of `Batch.supervised`.
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
-        `importance_weights` (w before `capped_weights`), `is_solution` and `mask` are read. Values
+        `importance_weights` (w before `capped_weights`), `supervised` and `mask` are read. Values
         outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
         `UpdateSpec.token_budget`; None: the count of these rows.
@@ -295,9 +293,9 @@ def policy_loss(
     `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of
     each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights; by the name of a term's metric its sum and the number of tokens. Tokens of solutions
-    count in none of these, but in `solution_tokens` and `solution_nll`. Add them over
-    micro-batches, then `policy_metrics`.
+    weights; by the name of a term's metric its sum and the number of tokens. Tokens that the policy
+    did not write count in none of these, but in `policy/solution_nll`, the sum of -log π and their
+    number. Add them over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -351,12 +349,12 @@ def policy_loss(
         per_token = per_token + added[True]
     sampled = mask
     sums = {}
-    if batch.is_solution is not None:
-        solution = mask & batch.is_solution[:, None]
-        sampled = mask & ~solution
-        per_token = jnp.where(solution, -config.solution_coef * logprobs, per_token)
-        sums["solution_tokens"] = jnp.sum(solution.astype(logprobs.dtype))
-        sums["solution_nll"] = -jnp.sum(logprobs, where=solution)
+    if batch.supervised is not None:
+        given = mask & (batch.supervised > 0)[:, None]
+        sampled = mask & ~given
+        per_token = jnp.where(given, -batch.supervised[:, None] * logprobs, per_token)
+        count = jnp.sum(given.astype(logprobs.dtype))
+        sums["policy/solution_nll"] = jnp.stack([-jnp.sum(logprobs, where=given), count])
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
     sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}

@@ -1,7 +1,7 @@
 """Terms of the policy's loss that recipes add to the objective.
 
-A term has columns of the batch, `Batch.extra`, and may read the logits of each token. Where rows
-share a packed slot, they share what was before it: `read` gives the same for all of them.
+A term reads columns of `Batch.extra`, which a stage puts there, and may read the logits of each
+token. Rows that share a packed slot share what was before it, and what `read` gives.
 """
 
 import dataclasses
@@ -51,16 +51,6 @@ class Term:
     def kept_logprobs(config: Any) -> int:
         """Return how many of the sampler's likeliest tokens rollouts keep at every position."""
         return 0
-
-    def columns(self, run: Any, state: Any, batch: Batch, collected: Any) -> dict[str, Array]:
-        """Return columns [B, ...] for `Batch.extra`, before the updates of a step."""
-        return {}
-
-    def abstract_columns(
-        self, config: Any, spec: Any, batch: Batch, rollout: Any
-    ) -> dict[str, Any]:
-        """Return the shapes of `columns`, from those of a batch and of its rollout by `spec`."""
-        return {}
 
     def slot_inputs(self, frozen: Any, sequences: Any, columns: Mapping[str, Array]) -> Any:
         """Return what `read` gets beside the logits, a pytree of arrays [m, T, ...].

@@ -44,34 +44,25 @@ Scalars = dict[str, Array]
 Gradients = tuple[Params, Params | None, Params | None]
 
 
-def make_batch(prompts: Prompts, rollout: Rollout, keep_mask: bool = False) -> Batch:
-    """Return a rollout as the update reads it, all advantages 0.
-
-    keep_mask: with the tokens that the sampler allowed, and log-probs among them.
-    """
+def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
+    """Return a rollout as the update reads it, all advantages 0."""
     group_size = rollout.lens.shape[0] // len(prompts.lens)
     prompt_lens = np.repeat(prompts.lens, group_size)
-    return _make_batch(
-        np.repeat(prompts.tokens, group_size, axis=0), prompt_lens, rollout, keep_mask
-    )
+    return _make_batch(np.repeat(prompts.tokens, group_size, axis=0), prompt_lens, rollout)
 
 
-@functools.partial(jax.jit, static_argnames="keep_mask")
-def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout, keep_mask: bool) -> Batch:
+@jax.jit
+def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batch:
     """Make the batch of prompts on the host by one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
     tokens = rollout.tokens
-    support = None
-    if keep_mask:
-        support = jnp.where(jnp.isneginf(tokens.top_logprobs), -1, tokens.top_ids)
     return Batch(
         tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, tokens.ids),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
-        old_logprobs=tokens.sampling_logprobs if keep_mask else tokens.policy_logprobs,
+        old_logprobs=tokens.policy_logprobs,
         forced=tokens.sources == Source.FORCED,
         advantages=jnp.zeros_like(tokens.policy_logprobs),
-        support=support,
     )
 
 

@@ -15,7 +15,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params, init_critic
-from specrl_jax.recipes import all_chosen
+from specrl_jax.recipes import Table, all_chosen
 from specrl_jax.sharding import axes, reshard, shards
 
 
@@ -118,7 +118,6 @@ def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
         kl_coef=settings.kl_coef,
         kl_estimator=settings.kl_estimator,
         entropy_coef=settings.entropy_coef,
-        solution_coef=settings.solution_coef,
         importance_cap=settings.importance_cap,
         masks=masks_from(settings.mask),
         terms=tuple(term.from_config(config, frozen) for term in all_chosen(config, "TERM")),
@@ -154,6 +153,10 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
     "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
     "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
 }
+
+
+# Which rows the updates take: None for every row once, else the stage of a batch that selects them.
+ROW_SELECTIONS: dict[str, Any] = Table("ROW_SELECTIONS", {"all": None})
 
 
 def make_schedule(settings, total_updates: int) -> optax.Schedule:

@@ -203,5 +203,4 @@ class AbstractRun:
 
     @functools.cached_property
     def batch(self) -> Batch:
-        has_critic = self.update_spec.critic is not None
-        return abstract_batch(self.config, self.spec, has_critic, self.update_spec.loss.terms)
+        return abstract_batch(self.config, self.spec)

@@ -66,13 +66,9 @@ def _old(config: ConfigDict) -> Any:
     return meaning(config, "updates.old_logprobs")
 
 
-def _chooses_prompts(name: str) -> Callable[[ConfigDict], bool]:
-    """Test whether the curriculum is the class of this name."""
-
-    def holds(config: ConfigDict) -> bool:
-        return issubclass(meaning(config, "curriculum.name"), load(f"data.curriculum:{name}"))
-
-    return holds
+def _reads(name: str) -> Callable[[ConfigDict], bool]:
+    """Test whether the curriculum reads the field of this name."""
+    return lambda config: name in meaning(config, "curriculum.name").reads
 
 
 def _has_splits(config: ConfigDict) -> bool:
@@ -153,20 +149,20 @@ NO_CRITIC = When("critic.kind", lambda c: not CRITIC.holds(c), "none")
 NO_KL = When("algorithm.kl_coef", lambda c: not (c.algorithm.kl_coef and BY_TOKEN.holds(c)), "0")
 NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
 SCREENS = When("curriculum.name", lambda c: meaning(c, "curriculum.name").screens)
-BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))
+BY_PASS_RATE = When("curriculum.name", _reads("candidates"))
 RATES = When(
     "curriculum.name",
     lambda c: SCREENS.holds(c) or (BY_PASS_RATE.holds(c) and not NEAREST.holds(c)),
 )
 NEAREST = When(
     "curriculum.select",
-    lambda c: meaning(c, "curriculum.select") is load("data.curriculum:DISTANCES")["nearest"],
+    lambda c: c.curriculum.select == "nearest",
     "nearest",
 )
-EASY_TO_HARD = When("curriculum.name", _chooses_prompts("EasyToHard"))
+EASY_TO_HARD = When("curriculum.name", _reads("difficulty"))
 GAUSSIAN = When(
     "curriculum.schedule",
-    lambda c: meaning(c, "curriculum.schedule") is load("data.curriculum:SCHEDULES")["gaussian"],
+    lambda c: c.curriculum.schedule == "gaussian",
     "gaussian",
 )
 STALE = When("rollout.staleness", lambda c: c.rollout.staleness > 0, "1")
@@ -339,12 +335,12 @@ FIELDS: dict[str, Field] = {
     "curriculum.high": _row(FINITE, RATES),
     "curriculum.reuse_screening": _row(SWITCH, SCREENS),
     "curriculum.candidates": _row(within(1, 1e6), BY_PASS_RATE),
-    "curriculum.select": _row(key_of("data.curriculum:DISTANCES"), BY_PASS_RATE),
+    "curriculum.select": _row(one_of("nearest", "threshold"), BY_PASS_RATE),
     "curriculum.target": _row(SHARE, BY_PASS_RATE, NEAREST),
     "curriculum.decay": _row(SHARE, BY_PASS_RATE),
     "curriculum.difficulty": _row(TEXT, EASY_TO_HARD),
     "curriculum.levels": _row(integer(), EASY_TO_HARD),
-    "curriculum.schedule": _row(key_of("data.curriculum:SCHEDULES"), EASY_TO_HARD),
+    "curriculum.schedule": _row(one_of("classic", "balanced", "cosine", "gaussian"), EASY_TO_HARD),
     "curriculum.sigma": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
     "curriculum.mean_exponent": _row(within(1e-6, 1e6), EASY_TO_HARD, GAUSSIAN),
     "curriculum.floor": _row(SWITCH, EASY_TO_HARD, GAUSSIAN),
@@ -355,7 +351,7 @@ FIELDS: dict[str, Field] = {
     "updates.skip_no_signal": _row(
         SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=NEW_RUN
     ),
-    "updates.select": _row(key_of("algorithms.row_selection:ROW_SELECTIONS"), may_change=NEW_RUN),
+    "updates.select": _row(key_of("algorithms.update_spec:ROW_SELECTIONS"), may_change=NEW_RUN),
     "updates.token_budget": _row(integer(), may_change=NEW_RUN),
     "updates.passes": _row(integer(1), may_change=NEW_RUN),
     "updates.learning_rate": _row(WEIGHT, may_change=NEW_RUN),

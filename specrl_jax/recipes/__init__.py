@@ -43,7 +43,7 @@ class Table(collections.UserDict):
         choices = dict(self._own)
         for module in _modules():
             added = getattr(module, self._name, {})
-            if added is self:  # a recipe that reads the table
+            if isinstance(added, Table):  # imported from the core
                 continue
             for name, choice in added.items():
                 if name in choices:

@@ -105,6 +105,10 @@ def rules(config) -> Iterator[tuple[str, str, bool]]:
     yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
 
 
+METRICS = {
+    "policy/pair_loss": ("-log σ of the margin of a preference pair, mean", "nats"),
+    "policy/pair_accuracy": ("share of pairs whose better response is preferred", "1"),
+}
 ADVANTAGES = {"pair": Advantage(by_group(best_and_worst))}
 OBJECTIVES = {
     "dpo": Objective(

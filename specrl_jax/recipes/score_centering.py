@@ -22,14 +22,12 @@ C = (0.5 − 1.25·0.6)·log p(H) = −0.25·log p(H).
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import abstract
 from specrl_jax.algorithms.corrections import MASKS, OLD_LOGPROBS, Policies, exp_bounded
 from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig
 from specrl_jax.algorithms.terms import Term, TokenValues
@@ -41,7 +39,8 @@ from specrl_jax.rollout.acceptance import (
     outcomes,
 )
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
-from specrl_jax.types import Rollout
+from specrl_jax.training.state import Stage, Staged
+from specrl_jax.types import Batch, Rollout
 
 # Masks that look at whole rows.
 _OF_ROWS = ("row_low", "row_high", "outlier_low", "outlier_high", "negative_kl")
@@ -121,18 +120,6 @@ class Centering(Term):
         inexact = drafts and not ACCEPTANCE_RULES[config.rollout.accept].exact
         rule = f'"" {where} and rollout.accept is {config.rollout.accept} (drafts lie in turns)'
         yield "environment.name", rule, not (inexact and config.environment.name)
-
-    def columns(self, run, state, batch, collected) -> dict[str, Array]:
-        weigh = run.config.algorithm.importance_cap > 0
-        mass = np.float32(collected.rejected_mass)
-        return _columns(collected.rollout, mass, run.rollout_spec.accept, weigh=weigh)
-
-    def abstract_columns(self, config, spec, batch, rollout) -> dict[str, Any]:
-        weigh = config.algorithm.importance_cap > 0
-        mass = jax.ShapeDtypeStruct((), np.float32)
-        return abstract.result(
-            lambda rollout, mass: _columns(rollout, mass, spec.accept, weigh=weigh), rollout, mass
-        )
 
     def slot_inputs(self, frozen, sequences, columns) -> Array:
         return columns["top_ids"]
@@ -214,6 +201,33 @@ def token_masks(log_ratio: Array, logprobs: Array, advantages: Array, config: Lo
     return masked
 
 
+class Law(Stage):
+    """The law of each token, as columns of the batch."""
+
+    @staticmethod
+    def asked_by(config) -> str:
+        return Centering.asked_by(config)
+
+    @staticmethod
+    def shapes(config, rollout: Rollout, batch: Batch) -> Batch:
+        tokens = rollout.tokens
+        columns = {"top_ids": tokens.top_ids, "top_logprobs": tokens.top_logprobs}
+        if tokens.accepted_probs is not None:
+            columns["accepted"] = tokens.accepted_probs
+            if config.algorithm.importance_cap:
+                columns["accepted_weights"] = tokens.accepted_probs
+        return dataclasses.replace(batch, extra=batch.extra | columns)
+
+    def __call__(self, run, state, batch: Batch, collected) -> Staged:
+        columns = _columns(
+            collected.rollout,
+            np.float32(collected.rejected_mass),
+            run.rollout_spec.accept,
+            weigh=run.config.algorithm.importance_cap > 0,
+        )
+        return dataclasses.replace(batch, extra=batch.extra | columns), None, {}
+
+
 @functools.partial(jax.jit, static_argnames="weigh")
 def _columns(
     rollout: Rollout, rejected_mass: Array, rule: AcceptanceRule, *, weigh: bool
@@ -236,3 +250,7 @@ def _columns(
 
 
 TERM = Centering
+STAGE = Law
+METRICS = {
+    "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1")
+}

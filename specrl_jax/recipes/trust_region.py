@@ -53,4 +53,5 @@ def rules(config) -> Iterator[tuple[str, str, bool]]:
 
 
 MASKS = {"moved": find_moved}
+METRICS = {"policy/masked_moved": ("share of tokens masked, their probability has moved", "1")}
 OBJECTIVES = {"dppo": Objective(bounded_change, rules=rules)}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.inputs import disk_error, json_object, one_line
+from specrl_jax.recipes import Table
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 # By name: its meaning and its unit, "1" for a plain ratio. A metric without a value at a step (no
 # evaluation, no draft, no reference) is absent there.
-METRICS: dict[str, tuple[str, str]] = {
+_OWN: dict[str, tuple[str, str]] = {
     # Rewards
     "reward/mean": ("mean reward of the step's responses", "reward"),
     "reward/std": ("standard deviation of the reward over the step's responses", "reward"),
@@ -111,10 +112,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/masked_outlier_high": ("share of tokens masked, their row has a high ratio", "1"),
     "policy/masked_negative_kl": ("share of tokens masked, A < 0 in a row of a large KL", "1"),
     "policy/masked_binary_kl": ("share of tokens masked, their binary KL is large", "1"),
-    "policy/masked_moved": ("share of tokens masked, their probability has moved", "1"),
-    "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1"),
-    "policy/pair_loss": ("-log σ of the margin of a preference pair, mean", "nats"),
-    "policy/pair_accuracy": ("share of pairs whose better response is preferred", "1"),
     "policy/solution_nll": ("-log π of the solutions that are learned, mean", "nats"),
     "policy/rollout_train_logprob_gap": ("|rollout's − training's log-prob| a token", "nats"),
     "critic/loss": ("critic's loss per token, mean over the step's updates", "1"),
@@ -127,10 +124,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "draft_head/grad_norm": ("draft head's gradient norm before clipping, mean", "1"),
     "update/signal_fraction": ("share of rows whose loss has a gradient: the computed", "1"),
     "update/selected_fraction": ("share of the step's rows that its updates take", "1"),
-    "update/budget_filled": ("tokens that the updates take / updates.token_budget", "1"),
     "update/computed_fraction": ("slots computed / slots of padded rows", "1"),
     "update/tokens": ("tokens computed, shared prefixes once, without padding", "tokens"),
-    "update/solutions": ("share of groups whose solution is learned", "1"),
     "update/grad_norm": ("global gradient norm before clipping, mean over updates", "1"),
     "update/skipped": ("updates skipped, their loss or gradients were not finite", "count"),
     "update/lr": ("learning rate of the step's last update", "1"),
@@ -160,6 +155,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "compile/built": ("programs compiled since the last record", "count"),
     "compile/read": ("programs read from the compilation cache since then", "count"),
 }
+METRICS: dict[str, tuple[str, str]] = Table("METRICS", _OWN)
 
 # JSONL --------------------------------------------------------------------------------------
 

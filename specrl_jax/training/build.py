@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from specrl_jax.agents.responder import make_episode_responder
@@ -21,9 +20,7 @@ from specrl_jax.compile import memory
 from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
-    EncodedDataset,
     encode_prompts,
-    encode_solutions,
     eval_batches,
     load_examples,
 )
@@ -53,6 +50,7 @@ from specrl_jax.training.slots import (
     generate_of,
     kept_logprobs,
     source_of,
+    stages_of,
 )
 from specrl_jax.training.state import Frozen, Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
@@ -83,7 +81,7 @@ def build(config) -> tuple[Run, Params]:
         dataset=dataset,
         prompts=prompts,
         held_out=_held_out(config, dataset, tokenizer),
-        solutions=_solutions(config, prompts, tokenizer),
+        stages=tuple(stage(config, prompts, tokenizer) for stage in stages_of(config)),
         model=model,
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
@@ -184,21 +182,6 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     if encoded.dropped:
         print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
     return eval_batches(encoded, config.evaluate.batch_size)
-
-
-def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    if not config.algorithm.solution_coef:
-        return {}
-    length = config.rollout.response_len
-    field = config.data.solution_field
-    solutions = encode_solutions(prompts.examples, tokenizer, field, length)
-    if not solutions:
-        raise ValueError(
-            f"rollout.response_len must hold a solution, got {length}: none of the "
-            f"{len(prompts.lens)} training prompts has one that fits"
-        )
-    print(f"data: {len(solutions)} training prompts have a solution that fits in {length} tokens")
-    return solutions
 
 
 def training_spec(

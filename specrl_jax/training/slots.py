@@ -6,7 +6,14 @@ from typing import Any
 from specrl_jax import recipes
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.training.collect import WholeRollout
-from specrl_jax.training.state import BatchSource
+from specrl_jax.training.stages import (
+    Advantages,
+    ImportanceWeights,
+    Logprobs,
+    SamplingMask,
+    WholeResponses,
+)
+from specrl_jax.training.state import BatchSource, Stage
 
 
 def collector_of(config) -> type[WholeRollout]:
@@ -31,6 +38,16 @@ def frozen_of(config) -> Any:
 def kept_logprobs(config) -> int:
     """Return how many of the likeliest tokens rollouts keep at every position for recipes."""
     return max((x.kept_logprobs(config) for x in recipes.all_chosen(config, "TERM")), default=0)
+
+
+def stages_of(config) -> list[type[Stage]]:
+    """Return the stages of a batch, in their order."""
+    own = [SamplingMask, Advantages, WholeResponses, ImportanceWeights]
+    asked = recipes.all_chosen(config, "STAGE")
+    first = [stage for stage in asked if not stage.after_logprobs]
+    last = [stage for stage in asked if stage.after_logprobs]
+    own = [stage for stage in own if stage.asked_by(config)]
+    return own + first + [Logprobs] * bool(Logprobs.asked_by(config)) + last
 
 
 def trained_group_size(config) -> int:

@@ -19,6 +19,7 @@ from specrl_jax import __version__, hosts
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
+from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.lora import adapted
@@ -34,7 +35,7 @@ from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.responses import Responder, Responses
-from specrl_jax.types import Drafts, Prompts, StatePart
+from specrl_jax.types import Batch, Drafts, Prompts, Rollout, StatePart
 
 
 class Frozen(NamedTuple):
@@ -52,7 +53,7 @@ class Run:
     dataset: Dataset
     prompts: EncodedDataset
     held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are no padding
-    solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
+    stages: "tuple[Stage, ...]"  # between a step's rollouts and its updates
     model: ModelConfig
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
@@ -74,14 +75,19 @@ class Run:
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints, by name, of what all processes of a run must have read alike."""
         read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
-        return {
+        by_stages = {f"the {name}": x for name, x in stage_digests(self.stages).items()}
+        return by_stages | {
             "specrl_jax": __version__,
             "data.source": digest(*(prompts.ids for prompts in read)),
             "tokenizer.source": self.responder.tokenizer.fingerprint,
             "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
-            "the solutions' tokens": digest(*self.solutions.values()),
             "model.source": repr(self.model),
         }
+
+
+def stage_digests(stages: "Sequence[Stage]") -> dict[str, str]:
+    """Return digests, by name, of all data that stages have read."""
+    return {name: value for stage in stages for name, value in stage.digests.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +121,12 @@ class Reference(StatePart):
 
 @dataclasses.dataclass(frozen=True)
 class RunOrigin(StatePart):
-    """Model, held-out prompts and solutions that a run began with; a resume refuses others."""
+    """Model and data that a run began with; a resume refuses others."""
 
     source: str  # of the config
     shape: dict[str, Any]  # without what a machine chooses
     weights: int  # their checksum, before a warm-up
-    held_out: str  # digest of the held-out prompts' ids and tokens; "": there are none
-    solutions: str  # of the solutions' tokens, likewise
+    data: dict[str, str]  # digests by name: of held-out prompts, and of what stages have read
     is_reference: bool  # the reference is made from the source again
 
     @classmethod
@@ -132,18 +137,17 @@ class RunOrigin(StatePart):
             del shape[name]
         ids = [prompts.ids[:real] for prompts, real in run.held_out]
         tokens = [prompts.tokens[:real] for prompts, real in run.held_out]
+        held_out = {"held-out prompts": digest(*ids, *tokens)} if ids else {}
         return cls(
             source=run.config.model.source,
             shape=shape,
             weights=checksum(params),
-            held_out=digest(*ids, *tokens) if ids else "",
-            solutions=digest(*run.solutions.values()) if run.solutions else "",
+            data=stage_digests(run.stages) | held_out,
             is_reference=is_reference,
         )
 
     def host(self) -> dict[str, Any]:
-        digests = {"held_out": self.held_out, "solutions": self.solutions}
-        return {"shape": self.shape, "weights": self.weights} | digests
+        return {"shape": self.shape, "weights": self.weights, "data": self.data}
 
     def restore(self, host: dict[str, Any], arrays) -> "RunOrigin":
         changed = [
@@ -158,16 +162,14 @@ class RunOrigin(StatePart):
                 f"model.source must be the model that the run began with, got {self.source!r}: "
                 f"{'; '.join(changed)}; put its files back, or begin a new run"
             )
-        for what, before, now in (
-            ("held-out prompts", host["held_out"], self.held_out),
-            ("solutions", host["solutions"], self.solutions),
-        ):
-            if now and before and before != now:
+        for what, now in self.data.items():
+            before = host["data"].get(what, now)
+            if before != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "
                     "back the data, the tokenizer or the chat template"
                 )
-        return dataclasses.replace(self, **host)
+        return dataclasses.replace(self, **host | {"data": self.data | host["data"]})
 
 
 @dataclasses.dataclass
@@ -344,3 +346,37 @@ class BatchSource(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         """End what is under way."""
+
+
+# The batch, the ids of the rows that the updates take in order, int [B] (None: as they were), and
+# metrics.
+Staged = tuple[Batch, np.ndarray | None, dict[str, float]]
+
+
+class Stage:
+    """A stage, made once for a run. A recipe takes the slot `STAGE` by a subclass."""
+
+    # A recipe's stage comes after the log-probs of `Logprobs`; else before, so that none are
+    # computed of what it leaves out.
+    after_logprobs = False
+
+    @staticmethod
+    def asked_by(config: Any) -> str:
+        """Return the field of the configuration that asks for the stage; "" where none does."""
+        raise NotImplementedError
+
+    @staticmethod
+    def shapes(config: Any, rollout: Rollout, batch: Batch) -> Batch:
+        """Return the shapes of the batch after the stage; rollout, batch: shapes before it."""
+        return batch
+
+    def __init__(self, config: Any, prompts: EncodedDataset, tokenizer: Tokenizer):
+        """Make the stage; read what it needs beside rollouts."""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return digests, by name, of the data that it has read; a resume refuses others."""
+        return {}
+
+    def __call__(self, run: Run, state: RunState, batch: Batch, collected: TrainBatch) -> Staged:
+        raise NotImplementedError

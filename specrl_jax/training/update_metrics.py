@@ -95,8 +95,6 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
     # Means over the tokens that are computed, where there are any.
     if total("tokens"):
         metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    if tokens := total("solution_tokens"):
-        metrics["policy/solution_nll"] = total("solution_nll") / tokens
     for name in history[0]:
         if "/" in name and total(name)[1]:
             metrics[name] = np.divide(*total(name))

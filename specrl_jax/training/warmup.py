@@ -114,7 +114,7 @@ def supervise(
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     update_spec = dataclasses.replace(
         update_spec,
-        loss=LossConfig(solution_coef=1.0, max_response_len=data.slots),
+        loss=LossConfig(max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
         token_budget=0,
@@ -161,8 +161,8 @@ def _run(
         tokens, prompt_lens, response_lens = rows
         columns = prompt_lens[:, None] + jnp.arange(slots)[None, :]
         nothing = jnp.zeros_like(columns, jnp.float32)
-        is_solution = jnp.ones_like(response_lens, bool)
-        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, is_solution=is_solution)
+        weights = jnp.ones_like(response_lens, jnp.float32)
+        batch = Batch(tokens, prompt_lens, response_lens, nothing, nothing, supervised=weights)
         if state.draft_head is not None and state.draft_head.counts is not None:
             responses = gather_tokens(tokens, columns)
             counts = count_tokens(state.draft_head.counts, responses, batch.mask)

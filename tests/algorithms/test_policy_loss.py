@@ -113,15 +113,14 @@ def test_a_solution_has_its_likelihood_alone(aggregation, loss):
     logprobs = np.array([[-1, -1, 9], [-4, -4, -4]], np.float32)
     batch = as_batch(mask, np.where(mask, -1, 7).astype(np.float32), np.full((2, 3), 2, np.float32))
     batch = dataclasses.replace(
-        batch, is_solution=np.array([False, True]), ref_logprobs=batch.old_logprobs
+        batch, supervised=np.array([0, 0.5], np.float32), ref_logprobs=batch.old_logprobs
     )
-    config = dataclasses.replace(
-        PLAIN, aggregation=aggregation, solution_coef=0.5, kl_coef=0.3, entropy_coef=0.7
-    )
+    config = dataclasses.replace(PLAIN, aggregation=aggregation, kl_coef=0.3, entropy_coef=0.7)
     entropy = np.array([[0, 0, 5], [5, 5, 5]], np.float32)
     value, sums = policy_loss(logprobs, entropy, batch, config)
     assert value == pytest.approx(loss, abs=1e-6)
-    assert (sums["tokens"], sums["solution_tokens"], sums["solution_nll"]) == (2, 3, 12)
+    assert sums["tokens"] == 2
+    np.testing.assert_array_equal(sums["policy/solution_nll"], [12, 3])
     assert sums["entropy"] == sums["kl"] == sums["logprob_gap"] == 0
 
 

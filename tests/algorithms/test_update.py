@@ -21,9 +21,9 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout, Tokens
 @pytest.fixture(scope="module")
 def formula(make_mesh):
     """(batch, settings, loss, its gradient) of rows that are scored one by one; row 3 is given."""
-    settings = dataclasses.replace(ref.LOSS, kl_coef=0.5, entropy_coef=0.1, solution_coef=0.5)
+    settings = dataclasses.replace(ref.LOSS, kl_coef=0.5, entropy_coef=0.1)
     batch = ref.host_batch(reference=True, shared=True)
-    batch = dataclasses.replace(batch, is_solution=np.arange(ref.ROWS) == 3)
+    batch = dataclasses.replace(batch, supervised=np.float32(0.5 * (np.arange(ref.ROWS) == 3)))
     with jax.set_mesh(make_mesh(1, 1, 1)):
         loss = jax.jit(
             jax.value_and_grad(lambda p: ref.plain_loss(p, batch, settings, range(ref.ROWS)))
@@ -42,10 +42,10 @@ def test_the_gradient_is_that_of_the_formula(mesh, formula, packing, chunk):
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=1e-5)
     assert metrics["tokens"] == batch.response_lens[:3].sum()
-    assert metrics["solution_tokens"] == batch.response_lens[3]
     row = batch.tokens[3, : batch.prompt_lens[3] + batch.response_lens[3]]
     log_p, _ = ref.row_scores(ref.place_params(), row, batch.prompt_lens[3], 0.8)
-    np.testing.assert_allclose(metrics["solution_nll"], -log_p.sum(), rtol=1e-5)
+    want = [-log_p.sum(), batch.response_lens[3]]
+    np.testing.assert_allclose(metrics["policy/solution_nll"], want, rtol=1e-5)
     assert "kl" in metrics
     assert 0 < metrics["clip_fraction"] < metrics["tokens"]
 

@@ -83,7 +83,7 @@ def test_the_update_takes_its_fields_from_the_config():
             "algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25,
             "rollout.temperature": 0.7, "updates.old_logprobs": "recompute",
             "updates.token_budget": 20, "algorithm.entropy_coef": 0.125,
-            "algorithm.solution_coef": 0.5, "algorithm.importance_cap": 2.0,
+            "algorithm.importance_cap": 2.0,
         }
         | {f"algorithm.mask.{name}": bound for name, bound in masks.items()}
     )  # fmt: skip

@@ -6,22 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from prompt_streams import encoded_set, ids_of, prompts_of, stream_of
 from small_runs import preset
-from test_prompts import encoded_set, prompts_of
 
-from specrl_jax.data.curriculum import SCHEDULES, PromptStream, count_steps, make_stream, part_of
-
-
-def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
-    config = preset("tiny")
-    config.seed = seed
-    config.rollout.prompts_per_step = size
-    config.curriculum.update(changes, name=name)
-    return make_stream(config, encoded, total_steps)
-
-
-def ids_of(batch):
-    return [example.prompt_id for example in batch.examples]
+from specrl_jax.data.curriculum import PromptStream, count_steps, part_of
 
 
 def test_an_epoch_is_its_own_order_of_all_prompts():
@@ -201,147 +189,6 @@ def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
     assert len(stream.next().examples) == 3
     with pytest.raises(ValueError, match="must be <= 12, the number of training prompts, got 13"):
         stream.take(9, busy=busy)
-
-
-def test_a_posterior_by_hand():
-    """The docstring's row, then a second visit: 0.5 (4, 2) + 0.5 + (1, 1)."""
-    stream = stream_of("mopps", encoded_set(3), size=1)
-    prompts = stream.find([stream.next().examples[0].prompt_id])
-    name = prompts.examples[0].prompt_id
-    stream.observe(prompts, np.array([[1.0, 1.0, 0.0, 1.0]]))
-    assert stream.host()["posterior"] == {name: [4.0, 2.0]}
-    stream.observe(prompts, np.array([[0.5, 0.5]]))
-    assert stream.host()["posterior"] == {name: [3.5, 2.5]}
-    stream.observe(prompts, np.array([[7.0, -3.0]]))  # held within [0, 1]
-    assert stream.host()["posterior"] == {name: [3.25, 2.75]}
-
-
-def test_prompts_near_the_target_are_taken_more_often():
-    """Rates 0, 1/2, 1 are known well: nearly all that is taken of 30 prompts has 1/2."""
-    encoded = encoded_set(30)
-    stream = stream_of("mopps", encoded, 5, 0, candidates=6.0, decay=1.0)
-    rates = np.arange(30) % 3 / 2
-    stream.observe(encoded, np.repeat(rates[:, None], 400, axis=1))
-    rate = dict(zip(ids_of(encoded), rates, strict=True))
-    taken = [rate[name] for _ in range(40) for name in ids_of(stream.next())]
-    assert np.mean(np.array(taken) == 0.5) == 1.0
-    # Without evidence every prompt has the same chance, whatever the target.
-    fresh = stream_of("mopps", encoded, 5, 0, candidates=6.0, target=0.9, decay=1.0)
-    count = collections.Counter(name for _ in range(300) for name in ids_of(fresh.next()))
-    assert len(count) == 30
-    assert min(count.values()) > 25  # 50 each, within 4 standard deviations
-    assert max(count.values()) < 77
-
-
-def test_candidates_are_drawn_from_all():
-    """With one candidate a place the choice is plain chance, whatever is known."""
-    encoded = encoded_set(10)
-    stream = stream_of("mopps", encoded, 5, 0, candidates=1.0, decay=1.0)
-    stream.observe(encoded, np.ones((10, 50)))
-    assert {name for _ in range(20) for name in ids_of(stream.next())} == set(ids_of(encoded))
-
-
-def test_rates_in_a_range():
-    """Rates 0, 1/4, 1/2, 3/4, 1 are known well, and those in [0.4, 0.8] are taken; then the nearest
-    to them."""
-    encoded = encoded_set(30)
-    settings = {"select": "threshold", "low": 0.4, "high": 0.8, "candidates": 30.0, "decay": 1.0}
-    stream = stream_of("mopps", encoded, 12, 0, **settings)
-    rates = np.arange(30) % 5 / 4
-    groups = np.arange(400)[None, :] < 400 * rates[:, None]
-    stream.observe(encoded, groups.astype(float))
-    rate = dict(zip(ids_of(encoded), rates, strict=True))
-    for _ in range(10):
-        assert {rate[name] for name in ids_of(stream.next())} == {0.5, 0.75}  # six of each
-    taken = [rate[name] for name in ids_of(stream.take(18))]
-    assert collections.Counter(taken) == {0.5: 6, 0.75: 6, 0.25: 6}
-
-
-SHARES = {
-    # K = 3: floor 1/6, rising 1/6 2/6 3/6.
-    ("classic", 0.0): (1, 0, 0),
-    ("classic", 0.5): (0, 1, 0),
-    ("classic", 0.99): (0, 0, 1),
-    ("balanced", 0.3): (1 / 3, 1 / 3, 1 / 3),
-    ("cosine", 0.0): (3 / 6, 2 / 6, 1 / 6),
-    ("cosine", 1 / 3): (2.5 / 6, 2 / 6, 1.5 / 6),  # 3/4 of the easy shares, 1/4 of the hard ones
-    ("cosine", 1.0): (1 / 6, 2 / 6, 3 / 6),
-    # μ = 0, and sqrt(1/4) · 2 = 1; σ = 1/2, so that a level away weighs e^-2, and two e^-8.
-    ("gaussian", 0.0): (1 / 6 + 1 / 2 * 1 / (1 + np.exp(-2) + np.exp(-8)), None, None),
-    ("gaussian", 0.25): (None, 1 / 6 + 1 / 2 * 1 / (1 + 2 * np.exp(-2)), None),
-}
-
-
-@pytest.mark.parametrize(("schedule", "progress"), SHARES)
-def test_shares_of_levels_by_hand(schedule, progress):
-    settings = preset("tiny").curriculum
-    shares = SCHEDULES[schedule](progress, 3, settings)
-    assert shares.sum() == pytest.approx(1)
-    for share, expected in zip(shares, SHARES[schedule, progress], strict=True):
-        assert expected is None or share == pytest.approx(expected)
-    if schedule in ("cosine", "gaussian"):
-        assert shares.min() >= 1 / 6 - 1e-12
-    if schedule == "gaussian":
-        settings.floor = False
-        bare = SCHEDULES[schedule](progress, 3, settings)
-        assert shares == pytest.approx(1 / 6 + bare / 2)
-
-
-@pytest.mark.parametrize("schedule", ["classic", "balanced", "cosine", "gaussian"])
-def test_levels_are_drawn_by_their_shares(schedule):
-    """First prompts of many streams, at three fifths of a run; a share's error is binomial."""
-    encoded = encoded_set(40)  # answers "0" to "39": 10 of one digit, 30 of two
-    draws = 2_000
-    count = collections.Counter()
-    for seed in range(draws):
-        stream = stream_of("easy_to_hard", encoded, 1, seed, schedule=schedule, levels=0)
-        stream.begin(7)
-        count[len(stream.next().examples[0].answer)] += 1
-    shares = SCHEDULES[schedule](0.6, 2, preset("tiny").curriculum)
-    for length, share in zip((1, 2), shares, strict=True):
-        error = 4 * np.sqrt(draws * share * (1 - share)) + 1e-9
-        assert count[length] == pytest.approx(draws * share, abs=error)
-
-
-def test_levels_of_equal_size():
-    """Of 40 prompts in four levels the first ten are the easiest; ties are cut by prompt_id."""
-    encoded = encoded_set(40)
-    ids = ids_of(encoded)
-    order = sorted(ids, key=lambda name: (len(encoded.examples[ids.index(name)].answer), name))
-    settings = {"schedule": "classic", "levels": 4}
-    for step in (1, 4, 6, 9):  # at 0, 0.3, 0.5 and 0.8 of the run
-        stream = stream_of("easy_to_hard", encoded, 10, step, **settings)
-        stream.begin(step)
-        level = int((step - 1) / 10 * 4)
-        assert set(ids_of(stream.next())) == set(order[10 * level : 10 * level + 10])
-
-
-def test_an_empty_level_is_not_drawn():
-    """All of the level that the schedule wants are busy or taken: others are."""
-    encoded = encoded_set(12)  # 10 of one digit, 2 of two
-    stream = stream_of("easy_to_hard", encoded, 3, 0, schedule="classic", levels=0)
-    easy = [e.prompt_id for e in encoded.examples if len(e.answer) == 1]
-    taken = stream.take(4, busy=easy[:8])
-    assert sorted(len(e.answer) for e in taken.examples) == [1, 1, 2, 2]
-
-
-def test_difficulty_from_the_metadata():
-    encoded = encoded_set(6)
-    examples = tuple(
-        dataclasses.replace(e, metadata={"difficulty": {"numbers": -i}})
-        for i, e in enumerate(encoded.examples)
-    )
-    encoded = dataclasses.replace(encoded, examples=examples)
-    settings = {"difficulty": "difficulty.numbers", "schedule": "classic", "levels": 0}
-    stream = stream_of("easy_to_hard", encoded, 1, 0, 6, **settings)
-    taken = []
-    for step in range(1, 7):
-        stream.begin(step)
-        taken += prompts_of(stream.next())
-    assert taken == ["5>", "4>", "3>", "2>", "1>", "0>"]
-    for field in ("difficulty", "difficulty.other", "no.where"):
-        with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
-            stream_of("easy_to_hard", encoded, 1, difficulty=field)
 
 
 # --- parts of a group -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from prompt_streams import encoded_set, prompts_of
 from small_runs import line_of, play, preset
 
 from specrl_jax.agents.python_tool import PythonTool
@@ -351,11 +352,6 @@ def test_solutions_by_prompt_id():
 # --- encoding -------------------------------------------------------------------------------------
 
 
-def encoded_set(total, prompt_len=6):
-    examples = [make_example(f"{i}>", str(i), "t", {}) for i in range(total)]
-    return encode_prompts(examples, CharacterTokenizer("0123456789 <>"), prompt_len)
-
-
 def test_encoding_pads_right_and_drops_overlong():
     texts = ["12>", "1 2 3>", "1>", "1 2 3 4>"]
     examples = [make_example(text, "", "t", {}) for text in texts]
@@ -375,10 +371,6 @@ def test_nothing_left_to_encode():
         encoded_set(3, prompt_len=1)
     with pytest.raises(ValueError, match=r"^data must hold at least one prompt"):
         encoded_set(0)
-
-
-def prompts_of(batch):
-    return [e.prompt for e in batch.examples]
 
 
 def test_batches_are_joined_and_picked_from():

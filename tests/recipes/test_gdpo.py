@@ -10,7 +10,7 @@ from watched_updates import SOME_SIGNAL
 from specrl_jax import train as loop
 from specrl_jax.algorithms.advantages import Evidence, group_relative
 from specrl_jax.recipes.gdpo import DecoupledConfig, group_decoupled
-from specrl_jax.training import learn
+from specrl_jax.training import stages
 
 
 def decoupled(group_size, weights):
@@ -111,7 +111,7 @@ def test_groups_without_signal_are_those_without_advantages(
     name = "small_runs:score_first_letter"
     parts = {name: first, "format": factor * (1 - first)}
     monkeypatch.setattr(
-        learn, "gather_evidence", lambda run, batch, collected: Evidence(None, batch, None, parts)
+        stages, "gather_evidence", lambda run, batch, collected: Evidence(None, batch, None, parts)
     )
     changes = {
         "algorithm.advantage": "gdpo", "train.steps": 1,

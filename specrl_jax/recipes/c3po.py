@@ -1,0 +1,62 @@
+"""C3PO (arXiv 2506.14731, section 3): an update takes as many tokens as a budget holds.
+
+NumPy, on the host; a generator with the same seed gives every process the same rows.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.sharding import put
+from specrl_jax.training.stages import mini_batches, row_rng
+from specrl_jax.training.state import Stage, Staged
+
+
+def cut_to_budget(
+    lens: np.ndarray, mask: np.ndarray, budget: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return the lengths int [n] to which an update cuts its rows; 0: a row is left out.
+
+    Rows are taken in random order until they hold `budget` tokens. The last one is cut there, the
+    others are left out. All rows stay whole where they hold fewer tokens. Worked row: budget 5,
+    rows of 3, 2 and 4 tokens in the order 2, 0, 1 give 1, 0, 4.
+
+    lens: int [n], slots of the responses.
+    mask: bool [n, R], the policy's tokens in them; an environment's tokens may lie between.
+    budget: tokens of the policy, >= 1.
+    """
+    counts = np.sum(mask, axis=1)
+    order = rng.permutation(len(mask))
+    left = np.empty_like(counts)  # of the budget, after the rows before; it may be below 0
+    left[order] = budget - np.cumsum(counts[order]) + counts[order]
+    earlier = np.cumsum(mask, axis=1) - mask
+    return np.minimum(lens, np.sum(earlier < left[:, None], axis=1))
+
+
+class TokenBudget(Stage):
+    """Rows of each mini-batch are cut to a budget of tokens."""
+
+    @staticmethod
+    def asked_by(config) -> str:
+        return "updates.token_budget" if config.updates.token_budget else ""
+
+    def __call__(self, run, state, batch, collected) -> Staged:
+        budget = run.config.updates.token_budget
+        rng = row_rng(run, state)
+        response_lens, mask = hosts.fetch((batch.response_lens, batch.mask))
+        lens = np.zeros_like(response_lens)
+        tokens = []
+        for part in mini_batches(run, np.arange(len(lens))):
+            lens[part] = cut_to_budget(response_lens[part], mask[part], budget, rng)
+            tokens.append(min(np.sum(mask[part]), budget))
+        batch = dataclasses.replace(batch, response_lens=put(lens, "batch"))
+        metrics = {
+            "update/selected_fraction": np.mean(lens > 0),
+            "update/budget_filled": np.mean(tokens) / budget,
+        }
+        return batch, None, metrics
+
+
+STAGE = TokenBudget
+METRICS = {"update/budget_filled": ("tokens that the updates take / updates.token_budget", "1")}

@@ -1,0 +1,88 @@
+"""SuperRL (arXiv 2506.01096, section 3): an unsolved group learns its problem's solution.
+
+A group is unsolved where none of its responses has the reward of a right one, 1. The solution takes
+the place of its last response, with the loss −c·log π in place of all others. Only the update sees
+solutions.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax import abstract
+from specrl_jax.algorithms.update import join
+from specrl_jax.data.prompts import digest, encode_solutions
+from specrl_jax.sharding import put
+from specrl_jax.training.state import Stage, Staged
+from specrl_jax.types import Batch
+
+
+class Solutions(Stage):
+    """The last response of each unsolved group is replaced by its problem's solution, if any."""
+
+    after_logprobs = True  # its rows have none
+
+    @staticmethod
+    def asked_by(config) -> str:
+        return "algorithm.solution_coef" if config.algorithm.solution_coef else ""
+
+    @staticmethod
+    def shapes(config, rollout, batch: Batch) -> Batch:
+        weights = abstract.array(np.float32, batch.response_lens.shape, "batch")
+        return dataclasses.replace(batch, supervised=weights)
+
+    def __init__(self, config, prompts, tokenizer):
+        length = config.rollout.response_len
+        field = config.data.solution_field
+        self.solutions = encode_solutions(prompts.examples, tokenizer, field, length)
+        if not self.solutions:
+            raise ValueError(
+                f"rollout.response_len must hold a solution, got {length}: none of the "
+                f"{len(prompts.lens)} training prompts has one that fits"
+            )
+        print(
+            f"data: {len(self.solutions)} training prompts have a solution that fits in {length} "
+            "tokens"
+        )
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {"solutions": digest(*self.solutions.values())}
+
+    def __call__(self, run, state, batch, collected) -> Staged:
+        group_size = run.trained_group_size
+        tokens = np.zeros(batch.old_logprobs.shape, np.int32)
+        lens = np.zeros(len(tokens), np.int32)
+        unsolved = collected.rewards.reshape(-1, group_size).max(axis=1) < 1
+        for group in np.flatnonzero(unsolved):
+            solution = self.solutions.get(collected.prompts.examples[group].prompt_id, ())
+            row = (group + 1) * group_size - 1
+            tokens[row, : len(solution)] = solution
+            lens[row] = len(solution)
+        weights = np.where(lens > 0, run.config.algorithm.solution_coef, 0).astype(np.float32)
+        batch = _replace_rows(
+            batch, put(tokens, "batch", None), put(lens, "batch"), put(weights, "batch")
+        )
+        return batch, None, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
+
+
+@jax.jit
+def _replace_rows(batch: Batch, tokens_BR: Array, lens: Array, weights: Array) -> Batch:
+    """Put the solutions `tokens_BR` in the batch where their length is not 0."""
+    replaced = lens > 0
+    slots = batch.tokens.shape[1] - tokens_BR.shape[1]
+    tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
+    return dataclasses.replace(
+        batch,
+        tokens=jnp.where(replaced[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(replaced, lens, batch.response_lens),
+        advantages=jnp.where(replaced[:, None], 0, batch.advantages),
+        supervised=weights,
+    )
+
+
+STAGE = Solutions
+METRICS = {"update/solutions": ("share of groups whose solution is learned", "1")}
