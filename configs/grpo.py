@@ -180,6 +180,12 @@ def base() -> ConfigDict:
     config.score_centering = score_centering = ConfigDict()  # arXiv 2609.20807
     score_centering.top_k = 0  # k, likeliest tokens of the sampler that centre; 0: off; SkyRL 20
 
+    config.distill = distill = ConfigDict()  # a teacher scores the policy's own tokens
+    distill.teacher = ""  # "": none | directory | .gguf | pypi:WHEEL | hub id, of the same tokens
+    distill.coef = 1.0  # weight of the KL from the policy to the teacher
+    distill.estimator = "full"  # full (sum over the vocabulary) | score (of the sampled token)
+    distill.reward_weight = 0.0  # factor of the advantages from rewards; 0: the teacher alone
+
     config.critic = critic = ConfigDict()  # a value function, for PPO: see configs/ppo.py
     critic.kind = "none"  # none (rewards of a group are compared) | head (on the policy) | network
     critic.learning_rate = 1e-3  # AdamW, constant; other values as in updates; paper 1e-5

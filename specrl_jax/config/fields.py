@@ -165,6 +165,7 @@ GAUSSIAN = When(
     lambda c: c.curriculum.schedule == "gaussian",
     "gaussian",
 )
+TAUGHT = When("distill.teacher", lambda c: c.distill.teacher, "MODEL")
 STALE = When("rollout.staleness", lambda c: c.rollout.staleness > 0, "1")
 BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
 WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
@@ -321,6 +322,10 @@ FIELDS: dict[str, Field] = {
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
     "score_centering.top_k": _row(integer()),
+    "distill.teacher": _row(TEXT),
+    "distill.coef": _row(WEIGHT, TAUGHT, may_change=NEW_RUN),
+    "distill.estimator": _row(one_of("full", "score"), TAUGHT, may_change=NEW_RUN),
+    "distill.reward_weight": _row(FINITE, TAUGHT, idle=0.0, may_change=NEW_RUN),
     "critic.kind": _row(key_of("models.transformer:CRITIC_KINDS", "none")),
     "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=NEW_RUN),
     "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=NEW_RUN),
