@@ -18,6 +18,7 @@ from jax import Array
 from specrl_jax import abstract, hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
@@ -162,7 +163,7 @@ def slot_logprobs(
     [m, T, D].
     """
     model = Transformer(update_spec.model, params)
-    states_mTD = _states(model, sequences)
+    states_mTD = hidden_states(model, sequences)
     hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
     def read_logits(logits: Array, inputs: tuple, *shared: Any) -> tuple[Array, Array, tuple]:
@@ -181,7 +182,7 @@ def slot_logprobs(
         return columns, states_mTD
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
-        hidden_mTD = gather_tokens(_states(decoder, sequences), sequences.parents)
+        hidden_mTD = gather_tokens(hidden_states(decoder, sequences), sequences.parents)
     return columns._replace(values=token_values(critic, hidden_mTD)), states_mTD
 
 
@@ -245,6 +246,11 @@ def logprobs(
     return _map_micro_batches(read, packed)
 
 
+def with_model(update_spec: UpdateSpec, model: ModelConfig) -> UpdateSpec:
+    """Return the spec by which `logprobs` scores tokens under another model."""
+    return dataclasses.replace(update_spec, model=model)
+
+
 def logprobs_inputs(update_spec: UpdateSpec, params: Params, batch: Batch) -> tuple:
     """Return the inputs of `logprobs` for all rows of a batch."""
     packed = abstract_packed(update_spec, batch, len(batch.tokens))
@@ -281,7 +287,7 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
     return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
-def _states(model: Transformer, sequences: Sequences) -> Array:
+def hidden_states(model: Transformer, sequences: Sequences) -> Array:
     """Return hidden states [m, T, D] of the slots.
 
     The state of a token's parent predicts the token.

@@ -29,7 +29,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
-from specrl_jax.process.checkpoint import Checkpointer
+from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.process.runtime import machine
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
@@ -111,7 +111,7 @@ def load_frozen(config, tokenizer: Tokenizer) -> Frozen | None:
     if recipe is None:
         return None
     model, params = recipe.load(config, tokenizer)
-    return Frozen(model, lora.freeze(model, params))
+    return Frozen(model, lora.freeze(model, params), f"{checksum(params):08x}")
 
 
 def make_responder(config, tokenizer: Tokenizer) -> Responder:

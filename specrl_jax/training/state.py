@@ -43,6 +43,7 @@ class Frozen(NamedTuple):
 
     model: ModelConfig
     params: Params  # as `lora.freeze` gives them
+    digest: str  # of the weights as they were read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +139,12 @@ class RunOrigin(StatePart):
         ids = [prompts.ids[:real] for prompts, real in run.held_out]
         tokens = [prompts.tokens[:real] for prompts, real in run.held_out]
         held_out = {"held-out prompts": digest(*ids, *tokens)} if ids else {}
+        frozen = {"weights that are not trained": run.frozen.digest} if run.frozen else {}
         return cls(
             source=run.config.model.source,
             shape=shape,
             weights=checksum(params),
-            data=stage_digests(run.stages) | held_out,
+            data=stage_digests(run.stages) | held_out | frozen,
             is_reference=is_reference,
         )
 
