@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
-    "configs/grpo.py": "configuration.md",
+    "configs/grpo.py": "presets.md",
+    "fields.md": "configuration.md",
     "configs/lenience_sweep.py": "presets.md",
     "configs/one_device.py": "presets.md",
     "specrl_jax/telemetry/metrics.py": "metrics.md",
@@ -73,22 +74,49 @@ def presets_page() -> str:
 # Configuration ------------------------------------------------------------------------------
 
 
+def fields_page() -> str:
+    """Return docs/fields.md: every field in a line, those of recipes after the others."""
+    from specrl_jax.settings import SECTIONS, schema
+
+    sections = schema().sections
+    comments = schema().comments()
+    core = [line for section in SECTIONS for line in _lines(section, comments)]
+    guests = [line for section in sections[len(SECTIONS) :] for line in _lines(section, comments)]
+    intro = (
+        "Every field of a run, with its default and what it means. `--config.FIELD=VALUE` sets one."
+        " Defaults are the values of the preset `tiny`; *paper* is SPEC-RL's published run. The"
+        " page is made by `python docs/hooks.py`."
+    )
+    parts = ["# Fields", intro, _code(core), "## Recipes", "Fields of `specrl_jax/recipes/`."]
+    return "\n\n".join([*parts, _code(guests)]) + "\n"
+
+
+def _lines(section, comments: dict[str, str]) -> list[str]:
+    title = f"# {section.path}: {section.comment}" if section.comment else f"# {section.path}"
+    head = ["", title] if section.path else []
+    rows = section.paths().items()
+    return [*head, *(f"{name} = {row.default!r}  # {comments[name]}" for name, row in rows)]
+
+
+def _code(lines: list[str]) -> str:
+    return "\n".join(["```python", *lines, "```"]).replace("```python\n\n", "```python\n")
+
+
 def configuration_page() -> str:
     """Every field with its value, its bounds and its comment, a table for each section."""
-    from specrl_jax.config.files import comments, get_config
-    from specrl_jax.config.kinds import flatten
+    from specrl_jax.config import flatten
+    from specrl_jax.settings import schema
 
-    file = ROOT / "configs" / "grpo.py"
-    values = dict(flatten(get_config(str(file))))
+    values = dict(flatten(schema().defaults()))
     parts = [
         "# Configuration",
-        "The fields of `configs/grpo.py`, with the values of the preset `tiny`. A flag"
+        "The fields of a run, with the values of the preset `tiny`. A flag"
         " `--config.FIELD=VALUE` sets one. *Paper* is SPEC-RL's published run"
         " ([arXiv 2509.23232](https://arxiv.org/abs/2509.23232)). Other presets and files change"
         " some values: see [Presets](presets.md).",
     ]
     sections: dict[str, list[tuple[str, ...]]] = {}
-    for field, comment in comments(file, values).items():
+    for field, comment in schema().comments().items():
         section, _, name = field.rpartition(".")
         row = (f"`{name}`{{ #{field} }}", f"`{values[field]!r}`")
         row += (_text(_allowed(field)), _text(comment))
@@ -100,12 +128,12 @@ def configuration_page() -> str:
 
 def _allowed(path: str) -> str:
     """Say the bounds or choices of a field."""
-    from specrl_jax.config.fields import FIELDS
     from specrl_jax.config.kinds import MAX_INT
+    from specrl_jax.settings import schema
 
-    if path not in FIELDS:  # an option of the task
+    if path not in schema().fields:  # an option of the task
         return ""
-    kind = FIELDS[path].kind
+    kind = schema().fields[path].kind
     rules = [rule for rule, _ in kind.rules if str(MAX_INT) not in rule]
     kinds = {"an integer": "integer", "a number": "number"}
     return ", ".join([*kind.choices(), *(kinds.get(rule, rule) for rule in rules)])
@@ -163,3 +191,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "python.md": python_page,
 }
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "fields.md").write_text(fields_page(), "utf-8")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")

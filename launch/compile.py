@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SHAPE, as in v5e:4x4 or h100:8")
 _PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile begin; all")

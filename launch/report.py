@@ -15,7 +15,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 import os
 from pathlib import Path
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 
 def parser() -> cli.Parser:

@@ -29,7 +29,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 
 def parser() -> cli.Parser:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 from specrl_jax.process.stop import StopRequest
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")

@@ -162,9 +162,9 @@ def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained
     ],
 )
 def test_what_is_refused(tmp_path, changes, line):
-    from specrl_jax.config import validate
+    from specrl_jax.settings import schema
 
-    assert line_of(validate, small_config(ADAPTERS | changes)).startswith(line)
+    assert line_of(schema().validate, small_config(ADAPTERS | changes)).startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,13 @@ import sys
 import pytest
 from small_runs import ONE_DEVICE, ROOT, preset
 
-from specrl_jax.config import OPTIONS, cli, flatten, validate
-from specrl_jax.process.workdir import MAY_CHANGE
+from specrl_jax.command_line import cli
+from specrl_jax.config import flatten
+from specrl_jax.process.workdir import may_change
 from specrl_jax.reports import sweep
+from specrl_jax.settings import schema
+
+SCHEMA = schema()
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,7 +35,9 @@ def test_every_field_that_is_named_exists(path):
     named = set(re.findall(r"--config\.([a-z_][\w.]*)=", text))
     named |= set(re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*| = [^`]*)?`", text))
     left_out = (".py", ".json", ".jsonl")  # and what users name themselves
-    named = {x for x in named if not x.endswith(left_out) and not x.startswith(tuple(OPTIONS))}
+    named = {
+        x for x in named if not x.endswith(left_out) and not x.startswith(tuple(SCHEMA.options))
+    }
     assert named <= fields.keys() | {name.rpartition(".")[0] for name in fields}
 
 
@@ -80,7 +86,7 @@ def test_programs_exist_and_training_commands_are_accepted(path, monkeypatch):
         if words[:2] == ["python", "launch/train.py"]:
             fields = [word for word in words[2:] if word.startswith("--config")]
             given = [word.removeprefix("--config.").partition("=")[0] for word in fields[1:]]
-            validate(cli.read_config(fields), given)
+            SCHEMA.validate(cli.read_config(fields), given)
         if words[:2] == ["python", "launch/sweep.py"]:
             program = runpy.run_path("launch/sweep.py")
             args, rest = program["parser"]().parse_known_args(words[2:])
@@ -144,6 +150,15 @@ def test_a_preset_says_its_command_and_what_to_expect(file):
             assert words in text, command
 
 
+def test_every_field_is_a_line_of_its_page():
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    page = (ROOT / "docs" / "fields.md").read_text()
+    assert page == hooks["fields_page"](), "run python docs/hooks.py"
+    for name, row in SCHEMA.fields.items():
+        assert f"\n{name} = {row.default!r}  # {row.comment}" in page
+        assert row.comment
+
+
 def test_the_generated_pages_have_every_field_and_metric():
     pages = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["PAGES"]
     configuration, metrics = pages["configuration.md"](), pages["metrics.md"]()
@@ -177,4 +192,4 @@ def test_what_may_change_after_a_stop_is_what_the_code_lets_change():
     fields = set()
     for section, names in re.findall(r"`([a-z_.]+)(?:\{([a-z_,]+)\})?`", listed[0]):
         fields |= {section + field for field in names.split(",")}
-    assert fields == set(MAY_CHANGE)
+    assert fields == set(may_change())

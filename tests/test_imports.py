@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages", "algorithms/terms", "recipes",
+    "algorithms/advantages", "algorithms/terms", "config/fields", "config/spec", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -29,22 +29,25 @@ ALLOWED = {
     "sharding": {"hosts"},
     "types": {"sharding"},
     "algorithms": {
-        "abstract", "hosts", "models", "packing", "recipes", "sharding", "types",
+        "abstract", "config/fields", "config/spec", "hosts", "models", "packing", "recipes",
+        "sharding", "types",
     },
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
     "algorithms/terms": PURE,
     "algorithms/advantages": PURE,
-    "config": {"inputs"},
+    "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
         "models/gguf", "recipes", "rewards/scorers", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
-    "process": {"config", "hosts", "inputs", "sharding"},
+    "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},
     "process/hardware": set(),
-    "process/workdir": {"config", "process/checkpoint", "reports", "rewards/failures", "telemetry"},
+    "process/workdir": {
+        "config", "process/checkpoint", "reports", "rewards/failures", "settings", "telemetry",
+    },
     "rewards": {"inputs", "sandbox", "types"},
     "sandbox": {"inputs"},
     "rollout/__init__": set(),
@@ -53,23 +56,23 @@ ALLOWED = {
     "rollout/acceptance": {"models", "rollout/one_pass", "rollout/sampling", "types"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
-        "abstract", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+        "abstract", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},
     "rollout/kept_noise": {"types"},
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
-        "abstract", "hosts", "models", "packing", "rollout/acceptance", "rollout/drafts",
-        "rollout/one_pass", "rollout/requests", "rollout/rows", "rollout/sampling",
-        "rollout/stop_strings", "sharding", "types",
+        "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
+        "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
+        "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "recipes", "types"},
     "evaluation": {
-        "config", "data", "inputs", "models", "process", "rollout", "sharding", "telemetry",
-        "types",
+        "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
+        "telemetry", "types",
     },
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
     "training/run_log": {
@@ -85,12 +88,20 @@ ALLOWED = {
         "hosts", "models", "process/stop", "rollout", "sharding", "telemetry/metrics", "training",
     },
     "recipes/__init__": {"config"},
+    "settings": {"algorithms", "config", "recipes"},
+    "command_line": {"config", "inputs", "settings"},
 }  # fmt: skip
+# What a room declares of a configuration: kinds and conditions, and its own tables.
+ROOMS = ("agents", "algorithms", "data", "models", "rewards", "rollout", "training")
+ALLOWED |= {f"{room}/settings": {"config", "inputs", room} for room in ROOMS}
+ALLOWED["settings"] |= {f"{room}/settings" for room in ROOMS}
+ALLOWED["algorithms/settings"] |= {"models/transformer", "packing"}
+ALLOWED["training/settings"] |= {"telemetry/tracking"}
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "hooks", "training", "recipes", "agents", "compile", "benchmarks", "reports",
+    "hooks", "settings", "training", "recipes", "agents", "compile", "benchmarks", "reports",
     "evaluation/eval_tasks", "evaluation/play",
 }  # fmt: skip
 

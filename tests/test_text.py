@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_runs import ONE_DEVICE, ROOT, launch
 
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 # Python's standard streams are ASCII here, and files that are opened without an encoding may be.
 ASCII = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LANG": "C"}

@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.recipes import Rules, Table, no_rules
+from specrl_jax.config.fields import Rules, no_rules
+from specrl_jax.recipes import Table
 from specrl_jax.types import Batch
 
 EPSILON = 1e-6  # ε, which is added to standard deviations

@@ -5,7 +5,7 @@ token. Rows that share a packed slot share what was before it, and what `read` g
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from jax import Array
@@ -41,11 +41,6 @@ class Term:
     def from_config(cls, config: Any, frozen: Any) -> "Term":
         """Return the term of a configuration. frozen: shape of the weights of `Run.frozen`."""
         return cls()
-
-    @classmethod
-    def rules(cls, config: Any) -> Iterator[tuple[str, str, bool]]:
-        """Yield (field, the rule in words, whether the configuration keeps it)."""
-        yield from ()
 
     @staticmethod
     def kept_logprobs(config: Any) -> int:

@@ -101,7 +101,7 @@ def make_update_spec(
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
-        token_budget=config.updates.token_budget,
+        token_budget=config.updates.get("token_budget", 0),
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 

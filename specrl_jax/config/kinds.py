@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +13,6 @@ MAX_INT = 2**31 - 1
 MAX_FLOAT = 3.4e38
 # A rule in words, and its test.
 Rule = tuple[str, Callable[[Any], bool]]
-
-
-def load(name: str) -> Any:
-    """Import "module:NAME" below specrl_jax when it is needed."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
 
 
 def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -42,11 +35,17 @@ class Kind:
 
     rules: tuple[Rule, ...] = ()  # the first that is broken is named
     names: tuple[str, ...] = ()  # of a choice, beside the keys of `table`
-    table: str = ""  # "module:TABLE" below specrl_jax: what a choice's names stand for
+    # What names stand for. It is a function, as it imports what is slow to import.
+    table: Callable[[], Mapping[str, Any]] = dict
+    open: bool = False  # any text may be given; that of `table` has a meaning
 
     def choices(self) -> tuple[str, ...]:
         """Return all names of a choice; () of another kind."""
-        return (*self.names, *(load(self.table) if self.table else ()))
+        return () if self.open else (*self.names, *self.table())
+
+    def meaning(self, name: str) -> Any:
+        """Return what a name stands for; None for text that stands for nothing."""
+        return self.table().get(name) if self.open else self.table()[name]
 
     def broken(self, value: Any) -> str:
         """Return the rule that a value breaks, in words; "" where it breaks none."""
@@ -55,14 +54,8 @@ class Kind:
         return next((words for words, holds in self.rules if not holds(value)), "")
 
 
+ANY = Kind()
 TEXT = Kind((("text", lambda x: isinstance(x, str)),))
-STRINGS = Kind((
-    *TEXT.rules,
-    (
-        r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]',
-        lambda x: load("rollout.stop_strings:is_stop")(x),
-    ),
-))  # fmt: skip
 SWITCH = Kind((("True or False", lambda x: isinstance(x, bool)),))
 _INTEGER: Rule = ("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool))
 _NUMBER: Rule = (
@@ -76,9 +69,14 @@ def one_of(*names: str) -> Kind:
     return Kind(names=names)
 
 
-def key_of(table: str, *more: str) -> Kind:
-    """Return a choice of the keys of "module:TABLE" below specrl_jax, and of more names."""
+def choice(table: Callable[[], Mapping[str, Any]], *more: str) -> Kind:
+    """Return a choice of the keys of a table, and of more names."""
     return Kind(names=more, table=table)
+
+
+def text_or(table: Callable[[], Mapping[str, Any]]) -> Kind:
+    """Return a text, of which the keys of a table have a meaning."""
+    return Kind(TEXT.rules, table=table, open=True)
 
 
 def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
@@ -112,4 +110,3 @@ ABOVE_ZERO = number("in (0, 1]", lambda x: 0 < x <= 1)
 OFF_OR_ABOVE_ONE = number("0 (off) or in (1, 1e6]", lambda x: x == 0 or 1 < x <= 1e6)
 GREEDY_OR_WARM = number("0 (greedy) or in [0.01, 100]", lambda x: x == 0 or 0.01 <= x <= 100)
 ONE_OR_TWO = Kind((_INTEGER, ("1 or 2", lambda x: x in (1, 2))))
-TOKENS_OF_A_STEP = integer(1, 4096, "tokens of one step, for each of which there is a cache slot")

@@ -30,8 +30,6 @@ class PromptStream(StatePart):
 
     foresees = True  # `peek` knows the next batch
     screens = False  # a few responses decide whether the rest of a prompt's group is sampled
-    # Names of the fields of `config.curriculum` that it reads, of those that not all read.
-    reads: frozenset[str] = frozenset()
     # The attributes that a checkpoint holds.
     _place: tuple[str, ...] = ("epoch_index", "batch_index", "waiting")
 

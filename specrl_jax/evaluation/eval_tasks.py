@@ -21,13 +21,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from specrl_jax.compile.fit import fit_evaluation
-from specrl_jax.config import validate
-from specrl_jax.config.fields import OF_TASK
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import require_package
 from specrl_jax.rewards.scorers import SCORERS
+from specrl_jax.settings import schema
 from specrl_jax.training.build import make_responder
 from specrl_jax.training.evaluate import evaluate, figures, group_rewards
 from specrl_jax.training.responses import Responses, mean_by_function
@@ -38,7 +37,7 @@ HELD_OUT = "held_out"
 REASONING_GYM = "reasoning_gym"
 SORT = "sort"
 _GENERATED = 100  # problems of a generator, where the user sets no limit
-_FORMAT = OF_TASK | {  # what a new task does not inherit
+_ONE_TURN = {  # what a new task does not inherit beside the fields of a task
     "environment.name": "", "warmup.steps": 0,
     "data.prompt_field": "question", "data.answer_field": "answer",
 }  # fmt: skip
@@ -74,7 +73,7 @@ def load_task(
     else:
         known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT} or {REASONING_GYM}:NAME"
         raise ValueError(f"--tasks must be {known}, got {name!r}")
-    validate(config)
+    schema().validate(config)
     examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
         unseen = " that the run has not seen" if kind in (REASONING_GYM, SORT) else ""
@@ -196,6 +195,6 @@ def _file(config: ConfigDict, path: Path) -> ConfigDict:
 
 def _without_format(config: ConfigDict) -> ConfigDict:
     config = config.copy_and_resolve_references()
-    config.update_from_flattened_dict(_FORMAT)
+    config.update_from_flattened_dict(schema().of_task() | _ONE_TURN)
     config.data.options = ConfigDict()
     return config

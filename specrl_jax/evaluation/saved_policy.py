@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from specrl_jax.config import check_version, flatten
-from specrl_jax.config.fields import FIELDS
+from specrl_jax.config import flatten
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import one_line, read_json, resolve_source
@@ -27,6 +26,7 @@ from specrl_jax.rollout.generate import RolloutSpec, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.rollout.stop_strings import make_stop_strings, write_stop
+from specrl_jax.settings import schema
 from specrl_jax.sharding import shards
 from specrl_jax.types import Prompts
 
@@ -154,7 +154,7 @@ def run_config(workdir: Path) -> ConfigDict:
     values = read_json(path)
     values.pop("resume_from", None)  # what the run began with is no field
     config = ConfigDict(values)
-    check_version(dict(flatten(config)), FIELDS, str(path))
+    schema().check_version(dict(flatten(config)), str(path))
     return config
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run (Orbax) and the configuration that the run belongs to.
+"""Checkpoints of a run (Orbax).
 
 A pytree of arrays and a JSON-able dict come back bit for bit, on this mesh or another. A checkpoint
 is visible only when it is complete: a save that was killed leaves a temporary folder, which the
@@ -10,10 +10,9 @@ import functools
 import json
 import math
 import os
-import shlex
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from etils import epath
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.config import check_version, flatten
 from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
@@ -202,56 +200,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.close()
 
 
-def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
-    """Write the resolved config to `workdir/config.json`, all of it or nothing."""
-    folder = epath.Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, default=dict, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "config.json")
-
-
-def check_run_config(
-    workdir: str | os.PathLike,
-    config: Mapping,
-    *,
-    ignore: Sequence[str] = (),
-    advice: str = "",
-) -> bool:
-    """Return True if `workdir` holds a run of this config; False if it holds none.
-
-    ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values: it names every such field, with both values, and ends with `advice`,
-    by default how to resume it or to begin another run.
-    """
-    advice = advice or (
-        "give the old values to resume it, or another --workdir; with "
-        f"--resume_from={shlex.quote(str(workdir))}@STEP that begins with a checkpoint of this run"
-    )
-    path = epath.Path(workdir) / "config.json"
-    if not path.exists():
-        return False
-    try:
-        before = dict(flatten(json.loads(path.read_text("utf-8"))))
-    except (ValueError, AttributeError):
-        raise ValueError(f"{path} is not a saved config, give another --workdir") from None
-    now = dict(flatten(config))
-    ignored = tuple(f"{name}." for name in ignore)
-    for name in before.keys() | now.keys():
-        if f"{name}.".startswith(ignored):
-            before.pop(name, None)
-            now.pop(name, None)
-    check_version(before, now, str(path))
-    changed = [
-        f"{name} was {_show(before, name)}, now {_show(now, name)}"
-        for name in sorted(before.keys() | now.keys())
-        if _show(before, name) != _show(now, name)
-    ]
-    if changed:
-        raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
-    return True
-
-
 @functools.cache
 def _hide_late_reads() -> None:
     """Hide Orbax's reads that end after another one's error, which would bury its line."""
@@ -333,15 +281,6 @@ def _described(array: Any) -> str:
 def _sealed(values: Mapping) -> dict:
     """Return JSON-able values with the checksum of their text."""
     return {**values, "crc32": zlib.crc32(json.dumps(values).encode())}
-
-
-def _show(fields: Mapping, name: str) -> str:
-    """Return a value as JSON: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
-    return json.dumps(fields[name]) if name in fields else "absent"
-
-
-# Checksums: of an array's bits, not of how these lie on devices or in files. Any changed element
-# changes its array's checksum; any other damage is missed once in 4e9 times.
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:

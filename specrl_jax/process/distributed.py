@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import jax
 
 from specrl_jax import hosts
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 
 SILENCE_S = 60  # seconds without a sign of life, after which JAX counts a process as lost
 GRACE_S = 5.0  # in which the others may say what ended them, before process 0 ends them too

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 
 from specrl_jax import hosts
-from specrl_jax.config import check_mesh, validate
 from specrl_jax.process import hardware
+from specrl_jax.settings import schema
 from specrl_jax.sharding import make_mesh, rollout_mesh
 
 
@@ -23,7 +23,7 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
     given: fields that the user has set, each of which must have an effect. training: whether the
     batches of training must fit the mesh. devices: of the mesh, by default those at hand.
     """
-    validate(config, given)
+    schema().validate(config, given)
     use_compilation_cache()
     compile_metrics()  # counts from here on
     devices = all_devices() if devices is None else devices
@@ -37,7 +37,7 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
     with jax.set_mesh(mesh):
         second = rollout_mesh(of_rollouts, config.mesh.tensor)
     if training:
-        check_mesh(config, mesh, second)
+        schema().check_mesh(config, mesh, second)
     jax.set_mesh(mesh)
 
 

@@ -1,22 +1,31 @@
-"""Checks of a run's work directory, before anything is computed: which run may go on there."""
+"""A run's work directory: its configuration, and checks of which run may go on there."""
 
 import contextlib
+import json
+import os
+import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from specrl_jax.config.fields import NEW_RUN, RESUMED, may_change
-from specrl_jax.process.checkpoint import Checkpointer, check_run_config
+from etils import epath
+
+from specrl_jax.config import flatten
+from specrl_jax.config.fields import NEW_RUN, RESUMED
+from specrl_jax.config.schema import ORIGIN
+from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.rewards.failures import FILE_NAME as FAILURES
+from specrl_jax.settings import schema
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import read_metrics
 from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 
-# What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
-MAY_CHANGE = may_change(RESUMED)
-# What may differ in a new run that begins with another run's checkpoint.
-MAY_CHANGE_FROM_OTHER = may_change(RESUMED, NEW_RUN)
+
+def may_change() -> tuple[str, ...]:
+    """Return what a resumed run may change: where and how long it runs, how it is recorded and
+    evaluated."""
+    return schema().may_change(RESUMED)
 
 
 def check_paths(workdir: Path) -> None:
@@ -65,6 +74,65 @@ def check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
         raise ValueError(f"{workdir} holds checkpoints but no config.json; give a new --workdir")
 
 
+def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
+    """Write the resolved config to `workdir/config.json`, all of it or nothing."""
+    folder = epath.Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(config, default=dict, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
+
+
+def check_run_config(
+    workdir: str | os.PathLike,
+    config: Mapping,
+    *,
+    ignore: Sequence[str] = (),
+    advice: str = "",
+) -> bool:
+    """Return True if `workdir` holds a run of this config; False if it holds none.
+
+    ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
+    run there has other values: it names every such field, with both values, and ends with `advice`,
+    by default how to resume it or to begin another run.
+    """
+    advice = advice or (
+        "give the old values to resume it, or another --workdir; with "
+        f"--resume_from={shlex.quote(str(workdir))}@STEP that begins with a checkpoint of this run"
+    )
+    path = epath.Path(workdir) / "config.json"
+    if not path.exists():
+        return False
+    try:
+        before = dict(flatten(json.loads(path.read_text("utf-8"))))
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+    now = dict(flatten(config))
+    ignored = tuple(f"{name}." for name in ignore)
+    for name in before.keys() | now.keys():
+        if f"{name}.".startswith(ignored):
+            before.pop(name, None)
+            now.pop(name, None)
+    schema().check_version(before, str(path), now)
+    changed = [
+        f"{name} was {_show(before, name)}, now {_show(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if _show(before, name) != _show(now, name)
+    ]
+    if changed:
+        raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
+    return True
+
+
+def _show(fields: Mapping, name: str) -> str:
+    """Return a value as JSON: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
+    return json.dumps(fields[name]) if name in fields else "absent"
+
+
+# Checksums: of an array's bits, not of how these lie on devices or in files. Any changed element
+# changes its array's checksum; any other damage is missed once in 4e9 times.
+
+
 def parse_origin(origin: str, config) -> tuple[Path, int]:
     """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
     workdir, _, step = origin.rpartition("@")
@@ -73,8 +141,9 @@ def parse_origin(origin: str, config) -> tuple[Path, int]:
             "--resume_from must be RUN@STEP, a work directory and the step of a checkpoint in it, "
             f"got {origin!r}"
         )
-    advice = f"only these may differ with --resume_from: {', '.join(MAY_CHANGE_FROM_OTHER)}"
-    ignored = ("resume_from", *MAY_CHANGE_FROM_OTHER)
+    differs = schema().may_change(RESUMED, NEW_RUN)
+    advice = f"only these may differ with --resume_from: {', '.join(differs)}"
+    ignored = (ORIGIN, *differs)
     if not check_run_config(workdir, config, ignore=ignored, advice=advice):
         raise ValueError(f"--resume_from must name a work directory, {workdir} has no config.json")
     return Path(workdir), int(step)

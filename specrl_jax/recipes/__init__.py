@@ -6,25 +6,24 @@ field of the configuration asks for it, "" where none does:
     asked_by(config) -> str
 
 It adds choices to a table of the core, such as `ADVANTAGES`, by a dict of the table's name.
+
+A file declares what the configuration has of it, as a room does in its `settings.py`:
+
+    SECTIONS  sections of fields (`config.fields.Section`)
+    RULES     rules between fields
+    EFFECTS   {condition of a room: condition under which fields have the same effect}
+    RENAMED   {old name of a field: new name}
 """
 
 import collections
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from specrl_jax.config import flatten
-
-# config → (field, the rule in words, whether the configuration keeps it), of a table's choice
-Rules = Callable[[Any], Iterator[tuple[str, str, bool]]]
-
-
-def no_rules(config: Any) -> Iterator[tuple[str, str, bool]]:
-    """Yield nothing: any configuration keeps the rules."""
-    yield from ()
 
 
 class Table(collections.UserDict):
@@ -50,6 +49,16 @@ class Table(collections.UserDict):
                     raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
                 choices[name] = choice
         return choices
+
+    @property
+    def added(self) -> list[str]:
+        """Return the names that recipes have added."""
+        return [name for name in self.data if name not in self._own]
+
+
+def declared(name: str) -> list[Any]:
+    """Return what the files here have under a name."""
+    return [getattr(module, name) for module in _modules() if hasattr(module, name)]
 
 
 def chosen(config: Any, slot: str, default: Any) -> Any:

@@ -4,10 +4,14 @@ NumPy, on the host; a generator with the same seed gives every process the same 
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.algorithms.losses import TOKEN_MEAN
+from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, field
+from specrl_jax.config.kinds import integer
 from specrl_jax.sharding import put
 from specrl_jax.training.stages import mini_batches, row_rng
 from specrl_jax.training.state import Stage, Staged
@@ -60,3 +64,30 @@ class TokenBudget(Stage):
 
 STAGE = TokenBudget
 METRICS = {"update/budget_filled": ("tokens that the updates take / updates.token_budget", "1")}
+# fmt: off
+SECTIONS = (Section("updates", "", (
+    field("token_budget", 0, "C3PO: an update takes random rows up to so many tokens; 0: all",
+          integer()),
+), may_change=NEW_RUN),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    algorithm = config.algorithm
+    updates = config.updates
+    if not updates.token_budget:
+        return
+    where = "where updates.token_budget is > 0"
+    least = config.rollout.response_len
+    rule = f"0 or in [{least}, {least * updates.mini_batch_size}], one to all responses of a "
+    fits = least <= updates.token_budget <= least * updates.mini_batch_size
+    yield "updates.token_budget", rule + "mini-batch at their longest", fits
+    rule = f"0 where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
+    yield "updates.token_budget", rule, not config.meaning("algorithm.objective").whole_groups
+    rule = f"0 {where} (it may leave the solution out)"
+    yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
+    by_token = config.meaning("algorithm.aggregation") is TOKEN_MEAN
+    yield "algorithm.aggregation", f"token {where} (it is what the sum is divided by)", by_token
+
+
+RULES = (_rules,)

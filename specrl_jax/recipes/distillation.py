@@ -27,9 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig, k3, kl_penalty
+from specrl_jax.algorithms.losses import LossConfig, k3, kl_penalty
 from specrl_jax.algorithms.scoring import hidden_states, logprobs, with_model
 from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, field
+from specrl_jax.config.kinds import FINITE, TEXT, WEIGHT, choice
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
@@ -148,16 +150,6 @@ class Distillation:
     def kept_logprobs(config) -> int:
         return 0
 
-    @staticmethod
-    def rules(config) -> Iterator[tuple[str, str, bool]]:
-        where = "where distill.teacher is set"
-        by_token = OBJECTIVES[config.algorithm.objective].by_token
-        rule = f"another one {where} (a teacher teaches tokens, not pairs)"
-        yield "algorithm.objective", rule, by_token
-        scores = Teacher.scores_tokens(config)
-        rule = f"full {where} and algorithm.keep_sampling_mask is True (the teacher cuts none off)"
-        yield "distill.estimator", rule, not (scores and config.algorithm.keep_sampling_mask)
-
 
 # The teacher --------------------------------------------------------------------------------------
 
@@ -236,3 +228,30 @@ FROZEN = Teacher
 TERM = Distillation
 STAGE = Scores
 METRICS = {"policy/teacher_kl": ("KL of the policy to the teacher per token", "nats")}
+TAUGHT = When("distill.teacher", lambda c: c.distill.teacher, "MODEL")
+# fmt: off
+SECTIONS = (Section("distill", "a teacher scores the policy's own tokens", (
+    field("teacher", "", '"": none | directory | .gguf | pypi:WHEEL | hub id, of the same tokens',
+          TEXT),
+    field("coef", 1.0, "weight of the KL from the policy to the teacher", WEIGHT,
+          may_change=NEW_RUN),
+    field("estimator", "full", "full (sum over the vocabulary) | score (of the sampled token)",
+          choice(lambda: ESTIMATORS), may_change=NEW_RUN),
+    field("reward_weight", 0.0, "factor of advantages from rewards; 0: the teacher alone", FINITE,
+          idle=0.0, may_change=NEW_RUN),
+), on=TAUGHT),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if not config.distill.teacher:
+        return
+    where = "where distill.teacher is set"
+    rule = f"another one {where} (a teacher teaches tokens, not pairs)"
+    yield "algorithm.objective", rule, config.meaning("algorithm.objective").by_token
+    scores = config.meaning("distill.estimator").scores_tokens
+    rule = f"full {where} and algorithm.keep_sampling_mask is True (the teacher cuts none off)"
+    yield "distill.estimator", rule, not (scores and config.algorithm.keep_sampling_mask)
+
+
+RULES = (_rules,)

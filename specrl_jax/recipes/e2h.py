@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.config.fields import Section, When, field
+from specrl_jax.config.kinds import SWITCH, TEXT, choice, integer, within
 from specrl_jax.data.curriculum import Chooser
 from specrl_jax.data.prompts import EncodedDataset
 from specrl_jax.types import Example
@@ -19,8 +21,6 @@ class EasyToHard(Chooser):
     drawn, level k with probability `SCHEDULES[settings.schedule](p, K, settings)[k]`, and then one
     of the level's free prompts. A level without free prompts is not drawn.
     """
-
-    reads = frozenset({"difficulty", "levels", "schedule", "sigma", "mean_exponent", "floor"})
 
     def __init__(self, encoded: EncodedDataset, *args: Any):
         super().__init__(encoded, *args)
@@ -114,3 +114,21 @@ def _difficulty(example: Example, prompt_len: int, field: str) -> float:
 
 
 CURRICULA = {"easy_to_hard": EasyToHard}
+EASY_TO_HARD = When(
+    "curriculum.name", lambda c: c.curriculum.name == "easy_to_hard", "easy_to_hard"
+)
+GAUSSIAN = When("curriculum.schedule", lambda c: c.curriculum.schedule == "gaussian", "gaussian")
+# fmt: off
+SECTIONS = (Section("curriculum", "", (
+    field("difficulty", "answer_len", "easy_to_hard: or prompt_len, or a path in the metadata",
+          TEXT),
+    field("levels", 4, "easy_to_hard: levels of equal size; 0: one for each difficulty", integer()),
+    field("schedule", "gaussian", "easy_to_hard: classic | balanced | cosine | gaussian",
+          choice(lambda: SCHEDULES)),
+    field("sigma", 0.5, "gaussian: standard deviation, in levels", within(1e-6, 1e6), GAUSSIAN),
+    field("mean_exponent", 0.5, "gaussian: the mean moves by progress to this power",
+          within(1e-6, 1e6), GAUSSIAN),
+    field("floor", True, "gaussian: each of K levels keeps a share of 2 / K(K + 1) or more", SWITCH,
+          GAUSSIAN),
+), on=EASY_TO_HARD),)
+# fmt: on

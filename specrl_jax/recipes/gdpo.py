@@ -16,7 +16,7 @@ from specrl_jax.algorithms.advantages import (
     group_relative,
     whole,
 )
-from specrl_jax.config.fields import meaning
+from specrl_jax.config.fields import Check, Values
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
 
@@ -70,7 +70,7 @@ def estimate(evidence: Evidence, config: DecoupledConfig) -> Estimate:
     return for_all_tokens(group_decoupled(whole(rewards), config), evidence.batch)
 
 
-def rules(config) -> Iterator[tuple[str, str, bool]]:
+def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of rewards that are taken apart."""
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
     is_sum = len(reward_terms(config.reward.name)) > 1
@@ -80,9 +80,9 @@ def rules(config) -> Iterator[tuple[str, str, bool]]:
     rule = f'"" {where} (an environment has one reward)'
     yield "environment.name", rule, not config.environment.name
     rule = f"False {where} (groups wait with the sum alone)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
+    yield "algorithm.dynamic_sampling", rule, not config.get("algorithm.dynamic_sampling")
     rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
-    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
+    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
 
 
 ADVANTAGES = {"gdpo": Advantage(estimate, DecoupledConfig.of, rules=rules)}

@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.config.fields import Section, When, field
+from specrl_jax.config.kinds import SHARE, choice, within
 from specrl_jax.data.curriculum import Chooser
+from specrl_jax.data.settings import RATES
 from specrl_jax.types import Prompts
 
 # By `curriculum.select`: the distance of pass rates, float [n], from the wanted ones.
@@ -31,7 +34,6 @@ class ByPassRate(Chooser):
     so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
-    reads = frozenset({"candidates", "select", "target", "decay", "low", "high"})
     _place = (*Chooser._place, "posterior")
 
     def __init__(self, *args: Any):
@@ -59,3 +61,15 @@ class ByPassRate(Chooser):
 
 
 CURRICULA = {"mopps": ByPassRate}
+MOPPS = When("curriculum.name", lambda c: c.curriculum.name == "mopps", "mopps")
+NEAREST = When("curriculum.select", lambda c: c.curriculum.select == "nearest", "nearest")
+EFFECTS = {RATES: When("curriculum.name", lambda c: MOPPS.holds(c) and not NEAREST.holds(c))}
+# fmt: off
+SECTIONS = (Section("curriculum", "", (
+    field("candidates", 4.0, "mopps: candidates per prompt of the batch", within(1, 1e6)),
+    field("select", "nearest", "mopps: nearest (to the target) | threshold (in [low, high])",
+          choice(lambda: DISTANCES)),
+    field("target", 0.5, "nearest: pass rate to aim at", SHARE, NEAREST),
+    field("decay", 0.5, "mopps: weight of earlier evidence when new comes", SHARE),
+), on=MOPPS),)
+# fmt: on

@@ -19,7 +19,7 @@ from jax import Array
 from specrl_jax.algorithms.advantages import Advantage, AdvantageConfig, by_group
 from specrl_jax.algorithms.losses import LossConfig, Objective
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.config.fields import meaning
+from specrl_jax.config.fields import Check, Values
 from specrl_jax.types import Batch
 
 
@@ -84,25 +84,26 @@ def preference(
     return -advantages * logprobs, jnp.zeros_like(logprobs, bool)
 
 
-def rules(config) -> Iterator[tuple[str, str, bool]]:
+def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of preference pairs."""
     algorithm = config.algorithm
     where = f"where algorithm.objective is {algorithm.objective}"
     yield "algorithm.kl_coef", f"> 0 {where} (it is β)", algorithm.kl_coef > 0
     rule = f"token or constant {where} (a response's log-prob is a sum)"
-    yield "algorithm.aggregation", rule, meaning(config, "algorithm.aggregation").sums_tokens
+    yield "algorithm.aggregation", rule, config.meaning("algorithm.aggregation").sums_tokens
     rule = f"0 {where} (a pair has no ratio)"
     yield "algorithm.importance_cap", rule, not algorithm.importance_cap
     rule = f"0 {where} (a solution would take the place of a response of a pair)"
-    yield "algorithm.solution_coef", rule, not algorithm.solution_coef
+    yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
     group_size = config.rollout.group_size
     rule = (
         f"a multiple of rollout.group_size = {group_size} {where} (a mini-batch has whole groups)"
     )
     yield "updates.mini_batch_size", rule, config.updates.mini_batch_size % group_size == 0
-    screens = meaning(config, "curriculum.name").screens
+    screens = config.meaning("curriculum.name").screens
     rule = f"True {where}"
-    yield "curriculum.reuse_screening", rule, config.curriculum.reuse_screening or not screens
+    reuses = config.get("curriculum.reuse_screening")
+    yield "curriculum.reuse_screening", rule, reuses or not screens
 
 
 METRICS = {

@@ -7,12 +7,15 @@ first; none is dropped.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.config.fields import Check, Section, Shards, Values, field
+from specrl_jax.config.kinds import integer
 from specrl_jax.rollout.drafts.edit import without_drafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import RolloutResult
@@ -159,3 +162,33 @@ class PartialRollout(WholeRollout):
 
 
 COLLECTOR = PartialRollout
+
+# fmt: off
+SECTIONS = (Section("rollout", "", (
+    field("partial", 0, "prompts decoded beside the batch and finished a step later; 0: off",
+          integer(), shards=Shards("rollout")),
+)),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if not config.rollout.partial:
+        return
+    name = "rollout.partial"
+    where = f"where {name} is > 0"
+    chooser = config.curriculum.name
+    foresees = config.meaning("curriculum.name").foresees
+    yield name, f"0 where curriculum.name is {chooser}", foresees
+    yield name, "0 where environment.name is set", not config.environment.name
+    by_update = config.meaning("updates.old_logprobs").by_update
+    yield "updates.old_logprobs", f"rollout {where}", not by_update
+    # Rows that share a prefix in a trie also share what the sampler allowed.
+    mixes = config.algorithm.keep_sampling_mask and config.meaning("updates.packing").share
+    rule = (
+        f"sequences or rows where algorithm.keep_sampling_mask is True and {name} is > 0 (a group "
+        "is of several policies)"
+    )
+    yield "updates.packing", rule, not mixes
+
+
+RULES = (_rules,)

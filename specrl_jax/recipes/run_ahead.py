@@ -5,6 +5,7 @@ change nothing.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import SWITCH
 from specrl_jax.rollout.drafts.edit import as_drafts, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
+from specrl_jax.rollout.settings import GENERATIONS
 from specrl_jax.sharding import reshard, shards
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import WholeRollout
@@ -163,3 +167,30 @@ def _over(begun: Drafts, stored: Drafts | None, own: Array) -> Drafts:
         return dataclasses.replace(begun, lens=jnp.where(is_begun, begun.lens, 0))
     stored = as_drafts(stored)
     return jax.tree.map(lambda new, old: where_rows(is_begun, new, old), begun, stored)
+
+
+# fmt: off
+SECTIONS = (Section("rollout", "", (
+    field("run_ahead", False, "idle rows begin the next step's responses (match rule only)",
+          SWITCH),
+)),)
+# fmt: on
+# What was begun is a generation more.
+EFFECTS = {GENERATIONS: When("rollout.run_ahead", lambda c: c.rollout.run_ahead, "True")}
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if not config.rollout.run_ahead:
+        return
+    name = "rollout.run_ahead"
+    verifies = config.meaning("rollout.draft").verifies_previous
+    exact = config.meaning("rollout.accept").samples_anew
+    accept = config.rollout.accept
+    rule = f"False where rollout.accept is {accept} (it is not exact for responses that were not "
+    yield name, rule + "finished)", exact or not verifies
+    foresees = config.meaning("curriculum.name").foresees
+    yield name, f"False where curriculum.name is {config.curriculum.name}", foresees
+    yield name, "False where environment.name is set", not config.environment.name
+
+
+RULES = (_rules,)

@@ -31,14 +31,14 @@ from jax import Array
 from specrl_jax.algorithms.corrections import MASKS, OLD_LOGPROBS, Policies, exp_bounded
 from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig
 from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.config.fields import Check, Section, Values, field
+from specrl_jax.config.kinds import integer
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB, scores_at
 from specrl_jax.rollout.acceptance import (
-    ACCEPTANCE_RULES,
     LEAST_REST,
     AcceptanceRule,
     outcomes,
 )
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.training.state import Stage, Staged
 from specrl_jax.types import Batch, Rollout
 
@@ -99,27 +99,6 @@ class Centering(Term):
     @staticmethod
     def kept_logprobs(config) -> int:
         return config.score_centering.top_k
-
-    @classmethod
-    def rules(cls, config) -> Iterator[tuple[str, str, bool]]:
-        algorithm = config.algorithm
-        where = "where score_centering.top_k is > 0"
-        recomputed = OLD_LOGPROBS[config.updates.old_logprobs].recomputed
-        rule = f"rollout or current {where} (π_old is known of the sampled token alone)"
-        yield "updates.old_logprobs", rule, not recomputed
-        rule = f"token {where} (a response's ratio is not one of its tokens')"
-        yield "algorithm.ratio", rule, algorithm.ratio == "token"
-        rule = f"another one {where} (a token has no weight of its own)"
-        yield "algorithm.objective", rule, OBJECTIVES[algorithm.objective].by_token
-        truncates = config.rollout.top_k > 0 or config.rollout.top_p < 1
-        rule = f"True {where} and rollout.top_k or rollout.top_p cuts tokens off"
-        yield "algorithm.keep_sampling_mask", rule, algorithm.keep_sampling_mask or not truncates
-        for name in _OF_ROWS:
-            yield f"algorithm.mask.{name}", f"0 {where} (it is of rows)", not algorithm.mask[name]
-        drafts = DRAFT_SOURCES[config.rollout.draft].verifies_previous
-        inexact = drafts and not ACCEPTANCE_RULES[config.rollout.accept].exact
-        rule = f'"" {where} and rollout.accept is {config.rollout.accept} (drafts lie in turns)'
-        yield "environment.name", rule, not (inexact and config.environment.name)
 
     def slot_inputs(self, frozen, sequences, columns) -> Array:
         return columns["top_ids"]
@@ -254,3 +233,35 @@ STAGE = Law
 METRICS = {
     "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1")
 }
+# fmt: off
+SECTIONS = (Section("score_centering", "the mean score of sampled tokens is taken out", (
+    field("top_k", 0, "k, likeliest tokens of the sampler that centre; 0: off; SkyRL 20",
+          integer()),
+)),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if not config.score_centering.top_k:
+        return
+    algorithm = config.algorithm
+    where = "where score_centering.top_k is > 0"
+    recomputed = config.meaning("updates.old_logprobs").recomputed
+    rule = f"rollout or current {where} (π_old is known of the sampled token alone)"
+    yield "updates.old_logprobs", rule, not recomputed
+    rule = f"token {where} (a response's ratio is not one of its tokens')"
+    yield "algorithm.ratio", rule, algorithm.ratio == "token"
+    rule = f"another one {where} (a token has no weight of its own)"
+    yield "algorithm.objective", rule, config.meaning("algorithm.objective").by_token
+    truncates = config.rollout.top_k > 0 or config.rollout.top_p < 1
+    rule = f"True {where} and rollout.top_k or rollout.top_p cuts tokens off"
+    yield "algorithm.keep_sampling_mask", rule, algorithm.keep_sampling_mask or not truncates
+    for name in _OF_ROWS:
+        yield f"algorithm.mask.{name}", f"0 {where} (it is of rows)", not algorithm.mask[name]
+    drafts = config.meaning("rollout.draft").verifies_previous
+    inexact = drafts and not config.meaning("rollout.accept").exact
+    rule = f'"" {where} and rollout.accept is {config.rollout.accept} (drafts lie in turns)'
+    yield "environment.name", rule, not (inexact and config.environment.name)
+
+
+RULES = (_rules,)

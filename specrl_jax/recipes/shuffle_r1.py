@@ -3,9 +3,14 @@
 NumPy, on the host; a generator with the same seed gives every process the same rows.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.algorithms.advantages import choose_advantage
+from specrl_jax.config.fields import Check, Values
+from specrl_jax.training.slots import trained_group_size
 from specrl_jax.training.stages import row_rng
 from specrl_jax.training.state import Stage, Staged
 
@@ -55,3 +60,23 @@ class OuterPairs(Stage):
 
 STAGE = OuterPairs
 ROW_SELECTIONS = {"outer_pairs": OuterPairs}
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if config.updates.select != "outer_pairs":
+        return
+    algorithm = config.algorithm
+    where = f"where updates.select is {config.updates.select}"
+    group_size = trained_group_size(config)
+    rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
+    yield "updates.select", rule, group_size % 4 == 0
+    rule = f"all where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
+    yield "updates.select", rule, not config.meaning("algorithm.objective").whole_groups
+    rule = f"none {where} (it compares responses of a group)"
+    yield "critic.kind", rule, not choose_advantage(config).needs_critic
+    rule = f"0 {where} (a solution has no advantage)"
+    yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
+    yield "updates.token_budget", f"0 {where}", not config.get("updates.token_budget")
+
+
+RULES = (_rules,)

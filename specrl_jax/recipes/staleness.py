@@ -16,15 +16,18 @@ the second batch, which is one update old.
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax import sharding
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import integer
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.training.batch import TrainBatch, Turns
+from specrl_jax.training.settings import BESIDE_UPDATES
 from specrl_jax.training.state import BatchSource, Collect, Record, Run, RunState
 from specrl_jax.types import Rollout, StatePart
 
@@ -170,3 +173,25 @@ def _on_host(batch: TrainBatch) -> dict[str, Any]:
         "turns": batch.turns and [x.tolist() for x in batch.turns],
         "scalars": jax.tree.map(lambda x: np.asarray(x).item(), scalars),
     }
+
+
+# fmt: off
+SECTIONS = (Section("rollout", "", (
+    field("staleness", 0, "N: updates that a batch waits for; see mesh.rollout_devices",
+          integer(0, 64, "each is a batch that waits")),
+)),)
+# fmt: on
+EFFECTS = {BESIDE_UPDATES: When("rollout.staleness", lambda c: c.rollout.staleness > 0, "1")}
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    staleness = config.rollout.staleness
+    by_update = staleness and config.meaning("updates.old_logprobs").by_update
+    rule = (
+        f"> 0 where rollout.staleness is {staleness} and updates.old_logprobs is "
+        f"{config.updates.old_logprobs} (only the weight knows which weights sampled)"
+    )
+    yield "algorithm.importance_cap", rule, config.algorithm.importance_cap > 0 or not by_update
+
+
+RULES = (_rules,)

@@ -6,6 +6,7 @@ solutions.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,12 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import abstract
+from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update import join
+from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, field
+from specrl_jax.config.kinds import WEIGHT
 from specrl_jax.data.prompts import digest, encode_solutions
+from specrl_jax.data.settings import SOLUTIONS
 from specrl_jax.sharding import put
 from specrl_jax.training.state import Stage, Staged
 from specrl_jax.types import Batch
@@ -86,3 +91,32 @@ def _replace_rows(batch: Batch, tokens_BR: Array, lens: Array, weights: Array) -
 
 STAGE = Solutions
 METRICS = {"update/solutions": ("share of groups whose solution is learned", "1")}
+LEARNS = When("algorithm.solution_coef", lambda c: c.algorithm.solution_coef > 0, "0.1")
+EFFECTS = {SOLUTIONS: LEARNS}
+# fmt: off
+SECTIONS = (Section("algorithm", "", (
+    field("solution_coef", 0.0, "SuperRL: weight of log π(solution) in unsolved groups; 0: off",
+          WEIGHT, may_change=NEW_RUN),
+)),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    if not config.algorithm.solution_coef:
+        return
+    coef = "algorithm.solution_coef"
+    turns = config.environment.name
+    yield coef, "0 where environment.name is set (a solution is one response)", not turns
+    critic = config.critic.kind
+    rule = f"0 where critic.kind is {critic} (it values what the policy wrote)"
+    yield coef, rule, not has_critic(critic)
+    rule = "0 where algorithm.dynamic_sampling is True (it leaves unsolved groups out)"
+    yield coef, rule, not config.get("algorithm.dynamic_sampling")
+    curriculum = config.curriculum.name
+    rule = f"0 where curriculum.name is {curriculum} (it leaves unsolved groups out)"
+    yield coef, rule, not config.meaning("curriculum.name").screens
+    rule = "0 where algorithm.keep_sampling_mask is True (no sampler wrote a solution)"
+    yield coef, rule, not config.algorithm.keep_sampling_mask
+
+
+RULES = (_rules,)

@@ -34,10 +34,12 @@ from specrl_jax.algorithms.advantages import (
     for_all_tokens,
     whole,
 )
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import integer
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.edit import turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec, acceptance_rule
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.requests import Requests
@@ -261,10 +263,47 @@ def _by_prefix(rewards: Array, batch: Batch, config: TreeConfig) -> Estimate:
     return for_all_tokens(advantages, batch)
 
 
-def rules(config) -> Iterator[tuple[str, str, bool]]:
+def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of advantages over shared beginnings."""
     rule = "another one where rollout.fork.segment is 0 (no responses fork)"
     yield "algorithm.advantage", rule, config.rollout.fork.segment > 0
 
 
 ADVANTAGES = {"tree": Advantage(estimate, TreeConfig.of, rules=rules)}
+
+
+# Configuration ------------------------------------------------------------------------------------
+
+_ON = When("rollout.fork.segment", lambda c: c.rollout.fork.segment > 0, "4")
+# fmt: off
+SECTIONS = (Section("rollout.fork", "a group grows from few responses (TreePO)", (
+    field("segment", 0, "tokens after which unfinished responses fork; 0: off; TreePO 512",
+          integer()),
+    field("roots", 2, "responses that a group begins with; TreePO 2 to 8", integer(1)),
+    field("branches", 2, "continuations of a response that forks; TreePO 2", integer(2)),
+), on=_ON),)
+# fmt: on
+
+
+def _rules(config: Values) -> Iterator[Check]:
+    rollout = config.rollout
+    fork = rollout.fork
+    if not fork.segment:
+        return
+    where = "where rollout.fork.segment is > 0"
+    rule = f"< rollout.response_len = {rollout.response_len}"
+    yield "rollout.fork.segment", rule, fork.segment < rollout.response_len
+    rule = f"<= rollout.group_size = {rollout.group_size}"
+    yield "rollout.fork.roots", rule, fork.roots <= rollout.group_size
+    rule = f"match {where} (other rules draw with the noise of the row itself)"
+    yield "rollout.accept", rule, acceptance_rule(config).samples_anew
+    rule = f"0 {where} (a response has the noise of those that it forked from)"
+    yield "rollout.noise_refresh", rule, not rollout.noise_refresh
+    yield "rollout.run_ahead", f"False {where}", not config.get("rollout.run_ahead")
+    yield "rollout.partial", f"0 {where}", not config.get("rollout.partial")
+    yield "environment.name", f'"" {where}', not config.environment.name
+    screens = config.meaning("curriculum.name").screens
+    yield "curriculum.name", f"a curriculum that does not screen {where}", not screens
+
+
+RULES = (_rules,)

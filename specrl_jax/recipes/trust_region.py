@@ -21,6 +21,8 @@ from jax import Array
 
 from specrl_jax.algorithms.corrections import Policies, exp_bounded
 from specrl_jax.algorithms.losses import LossConfig, Objective
+from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, field
+from specrl_jax.config.kinds import BELOW_ONE
 
 
 def find_moved(policies: Policies, advantages: Array, mask: Array, bound: float) -> Array:
@@ -45,7 +47,7 @@ def bounded_change(
     return jnp.where(dropped, jax.lax.stop_gradient(loss), loss), dropped
 
 
-def rules(config) -> Iterator[tuple[str, str, bool]]:
+def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of the objective."""
     where = f"where algorithm.objective is {config.algorithm.objective}"
     rule = f"token {where} (a probability is of a token)"
@@ -55,3 +57,8 @@ def rules(config) -> Iterator[tuple[str, str, bool]]:
 MASKS = {"moved": find_moved}
 METRICS = {"policy/masked_moved": ("share of tokens masked, their probability has moved", "1")}
 OBJECTIVES = {"dppo": Objective(bounded_change, rules=rules)}
+# fmt: off
+SECTIONS = (Section("algorithm.mask", "", (
+    field("moved", 0.0, "|π_train - π_rollout| above this; IPO (prime-rl) 0.3", BELOW_ONE),
+), may_change=NEW_RUN),)
+# fmt: on

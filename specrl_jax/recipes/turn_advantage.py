@@ -17,7 +17,8 @@ from specrl_jax.algorithms.advantages import (
     Evidence,
     whole,
 )
-from specrl_jax.config.fields import meaning
+from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, field
+from specrl_jax.config.kinds import SHARE
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
 
@@ -89,7 +90,7 @@ def _by_token(rewards: Array, turn_ends: Array, batch: Batch, config: TurnConfig
     return Estimate(jnp.where(batch.mask, by_token, 0), None, {})
 
 
-def rules(config) -> Iterator[tuple[str, str, bool]]:
+def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of an advantage that takes turns apart."""
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
     yield "environment.name", f"an environment {where}", config.environment.name != ""
@@ -98,9 +99,17 @@ def rules(config) -> Iterator[tuple[str, str, bool]]:
     rule = f"all {where} (it has no single value for a response)"
     yield "updates.select", rule, config.updates.select == "all"
     rule = f"False {where} (groups wait without their turns)"
-    yield "algorithm.dynamic_sampling", rule, not config.algorithm.dynamic_sampling
+    yield "algorithm.dynamic_sampling", rule, not config.get("algorithm.dynamic_sampling")
     rule = f"a curriculum that does not screen {where} (groups wait without their turns)"
-    yield "curriculum.name", rule, not meaning(config, "curriculum.name").screens
+    yield "curriculum.name", rule, not config.meaning("curriculum.name").screens
 
 
 ADVANTAGES = {"turn": Advantage(estimate, TurnConfig.of, rules=rules)}
+
+BY_TURN = When("algorithm.advantage", lambda c: c.algorithm.advantage == "turn", "turn")
+# fmt: off
+SECTIONS = (Section("algorithm", "", (
+    field("turn_discount", 1.0, "γ of turn: weight of a turn's reward in the turn before", SHARE,
+          BY_TURN, idle=1.0, may_change=NEW_RUN),
+)),)
+# fmt: on

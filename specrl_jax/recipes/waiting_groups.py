@@ -12,13 +12,16 @@ the next step, first in first out; they keep the log-probs of the policy that sa
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import SWITCH, integer
 from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.data.settings import SCREENS
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
@@ -79,6 +82,18 @@ class WaitingGroups(WholeRollout):
         part = part_size(config)
         keeps_all = part >= group_size or config.curriculum.reuse_screening
         return group_size if keeps_all else group_size - part
+
+    @staticmethod
+    def filters_groups(config) -> bool:
+        return config.algorithm.dynamic_sampling
+
+    @staticmethod
+    def least_prompts(config) -> tuple[int, str]:
+        size = config.rollout.prompts_per_step
+        if CURRICULA[config.curriculum.name].screens:
+            parts = config.rollout.group_size // config.curriculum.screening
+            return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
+        return 2 * size, "algorithm.dynamic_sampling"
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
         return self.groups.wants_rollout()
@@ -331,3 +346,61 @@ def pick_rows(
 
 def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
+
+
+SEVERAL_ROLLOUTS = When(
+    "algorithm.dynamic_sampling",
+    lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,
+    "True",
+)
+# fmt: off
+SECTIONS = (
+    Section("algorithm", "", (
+        field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
+              SWITCH),
+        field("max_gen_batches", 10, "at most so many rollouts a step (dynamic_sampling, speed)",
+              integer(1), SEVERAL_ROLLOUTS, idle=1),
+    )),
+    Section("curriculum", "", (
+        field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",
+              integer(1), SCREENS),
+        field("reuse_screening", True, "speed: train on the screening responses too (biased)",
+              SWITCH, SCREENS),
+    )),
+)
+# fmt: on
+
+
+def _dynamic_sampling(config: Values) -> Iterator[Check]:
+    if not config.algorithm.dynamic_sampling:
+        return
+    where = "where algorithm.dynamic_sampling is True"
+    rule = f">= 2 {where} (one reward never differs)"
+    yield "rollout.group_size", rule, config.rollout.group_size >= 2
+    by_update = config.meaning("updates.old_logprobs").by_update
+    yield "updates.old_logprobs", f"rollout {where}", not by_update
+
+
+def _screening(config: Values) -> Iterator[Check]:
+    if not config.meaning("curriculum.name").screens:
+        return
+    settings = config.curriculum
+    group_size = config.rollout.group_size
+    first = settings.screening
+    where = f"where curriculum.name is {settings.name}"
+    yield "curriculum.screening", f">= 2 {where}", first >= 2
+    rule = f"a divisor of rollout.group_size = {group_size} and less"
+    yield "curriculum.screening", rule, group_size % first == 0 and first < group_size
+    yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+    by_update = config.meaning("updates.old_logprobs").by_update
+    yield "updates.old_logprobs", f"rollout {where}", not by_update
+    # Rows that share a prefix in a trie also share what the sampler allowed.
+    mixes = config.algorithm.keep_sampling_mask and config.meaning("updates.packing").share
+    rule = (
+        f"sequences or rows where algorithm.keep_sampling_mask is True and curriculum.name is "
+        f"{settings.name} (a group is of several policies)"
+    )
+    yield "updates.packing", rule, not mixes
+
+
+RULES = (_dynamic_sampling, _screening)

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.config import cli, flatten, hyper, validate
-from specrl_jax.config.fields import without_effect
+from specrl_jax.command_line import cli
+from specrl_jax.config import flatten, hyper
 from specrl_jax.reports import report_page, sweep_table
 from specrl_jax.reports.runs import read_run
+from specrl_jax.settings import schema
 
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
@@ -173,11 +174,11 @@ def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]
         own = [f"--config.{change}" for change in case.changes]
         # The last flag of a field counts: what is swept goes after what is shared.
         config = cli.read_config((f"--config={case.config}", *shared, *own))
-        validate(config)
+        schema().validate(config)
         for flag in own:
-            if line := without_effect(config, _field(flag)):
+            if line := schema().without_effect(config, _field(flag)):
                 raise ValueError(f"{line}; case {case.name}")
-        lines = {flag: without_effect(config, _field(flag)) for flag in shared}
+        lines = {flag: schema().without_effect(config, _field(flag)) for flag in shared}
         idle.append({flag: line for flag, line in lines.items() if line})
         useful = [flag for flag in shared if not lines[flag]]
         flags_by_case.append((f"--config={case.config}", *useful, *own))

@@ -17,7 +17,7 @@ from specrl_jax.algorithms.update_spec import (
     make_update_spec,
 )
 from specrl_jax.compile import memory
-from specrl_jax.data.curriculum import PromptStream, count_steps, make_stream
+from specrl_jax.data.curriculum import count_steps, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
     encode_prompts,
@@ -66,8 +66,8 @@ def build(config) -> tuple[Run, Params]:
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    stream = make_stream(config, prompts)
-    _check_enough(config, stream, len(prompts.lens))
+    make_stream(config, prompts)  # raises where there are too few prompts for a rollout
+    _check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
@@ -207,18 +207,11 @@ def policy_schedule(config, total_steps: int) -> optax.Schedule:
     return make_schedule(config.updates, policy_updates(config, total_steps))
 
 
-def _check_enough(config, stream: PromptStream, count: int) -> None:
+def _check_enough(config, count: int) -> None:
     """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
-    size = config.rollout.prompts_per_step
-    reason = ""
-    if config.algorithm.dynamic_sampling:
-        least = 2 * size
-        reason = "algorithm.dynamic_sampling"
-    if stream.screens:
-        parts = config.rollout.group_size // config.curriculum.screening
-        least = (3 * parts + 1) * size
-        reason = f"curriculum.name = {config.curriculum.name}"
-    if reason and count < least:
+    least, reason = collector_of(config).least_prompts(config)
+    if count < least:
+        size = config.rollout.prompts_per_step
         raise ValueError(
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
             f"got {count}; fewer prompts a step would fit"

@@ -38,6 +38,16 @@ class WholeRollout(StatePart):
         """Return how many responses of a group are trained on."""
         return config.rollout.group_size
 
+    @staticmethod
+    def filters_groups(config) -> bool:
+        """Return whether groups whose rewards are equal are left out."""
+        return False
+
+    @staticmethod
+    def least_prompts(config) -> tuple[int, str]:
+        """Return how many training prompts a run needs at least, and the setting that asks it."""
+        return 0, ""
+
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:
         """Return how many rows a rollout has, without idle ones, and how many idle ones."""

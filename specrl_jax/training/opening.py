@@ -9,15 +9,17 @@ from typing import Any
 from specrl_jax import hosts
 from specrl_jax.config import flatten
 from specrl_jax.models.transformer import Params
-from specrl_jax.process.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import only_process
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.process.workdir import (
-    MAY_CHANGE,
     advise_how_to_resume,
     check_complete,
     check_paths,
+    check_run_config,
+    may_change,
     parse_origin,
+    save_run_config,
 )
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.tracking import check_installed
@@ -93,7 +95,7 @@ def _check(config: Any, workdir: Path, described: dict[str, Any], resume_from: s
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
     hosts.check_same(flags, "start them with the same flags")
     hosts.on_primary(check_paths, workdir)
-    has_config = hosts.on_primary(check_run_config, workdir, described, ignore=MAY_CHANGE)
+    has_config = hosts.on_primary(check_run_config, workdir, described, ignore=may_change())
     if resume_from and not has_config:
         parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     return has_config

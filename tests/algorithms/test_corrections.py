@@ -12,7 +12,7 @@ from small_runs import records, saved, small_config
 from specrl_jax import train as loop
 from specrl_jax.algorithms.corrections import MASKS, binary_kl
 from specrl_jax.algorithms.losses import policy_loss, policy_metrics
-from specrl_jax.config.fields import FIELDS
+from specrl_jax.settings import schema
 from specrl_jax.telemetry.metrics import METRICS
 
 
@@ -31,7 +31,7 @@ def test_binary_kl_is_that_of_two_outcomes():
 
 
 def test_every_mask_has_a_field_and_a_metric():
-    fields = {name for name in FIELDS if name.startswith("algorithm.mask.")}
+    fields = {name for name in schema().fields if name.startswith("algorithm.mask.")}
     fields.remove("algorithm.mask.truncated")  # of whole rows, by their end and not by a ratio
     metrics = {name for name in METRICS if name.startswith("policy/masked_")}
     assert fields == {f"algorithm.mask.{name}" for name in MASKS}

@@ -8,8 +8,8 @@ import pytest
 from small_runs import line_of, small_config
 
 from specrl_jax import sharding
+from specrl_jax.command_line import cli
 from specrl_jax.compile import memory
-from specrl_jax.config import cli
 from specrl_jax.inputs import OutOfMemoryError
 from specrl_jax.models.load import load_shape
 

@@ -7,9 +7,12 @@ import pytest
 import small_runs
 from small_runs import line_of
 
-from specrl_jax.config import OPTIONS, check_mesh, cli, flatten, validate
-from specrl_jax.config.fields import FIELDS, without_effect
+from specrl_jax.command_line import cli
+from specrl_jax.config import flatten
 from specrl_jax.rollout import acceptance
+from specrl_jax.settings import schema
+
+SCHEMA = schema()
 
 # rule → values that break it
 BROKEN = {
@@ -146,7 +149,7 @@ IMPOSSIBLE = [
 
 
 def _line(changes: dict) -> str:
-    return line_of(validate, small_runs.small_config(changes))
+    return line_of(SCHEMA.validate, small_runs.small_config(changes))
 
 
 def _breaking(rule: str) -> list:
@@ -161,28 +164,30 @@ def _breaking(rule: str) -> list:
 
 @pytest.mark.parametrize(
     ("field", "rule"),
-    [(field, rule) for field, row in FIELDS.items() for rule, _ in row.kind.rules],
+    [(field, rule) for field, row in SCHEMA.fields.items() for rule, _ in row.kind.rules],
 )
 def test_a_broken_rule_names_field_rule_and_value(field, rule):
     config = small_runs.small_config()
     for value in _breaking(rule):
         small_runs.set_field(config, field, value)
-        assert line_of(validate, config) == f"{field} must be {rule}, got {value!r}"
+        assert line_of(SCHEMA.validate, config) == f"{field} must be {rule}, got {value!r}"
 
 
 def test_fields_that_are_missing_or_none_of_the_config():
     config = small_runs.small_config()
     config.rollout.leniense = 1.0  # as a config file may
     with pytest.raises(ValueError, match=r"^rollout.leniense is not a field of the config; see "):
-        validate(config)
+        SCHEMA.validate(config)
     del config.rollout.leniense, config.rollout.lenience
     with pytest.raises(ValueError, match=r"^rollout.lenience must be set \(1 missing\); see "):
-        validate(config)
+        SCHEMA.validate(config)
 
 
-@pytest.mark.parametrize("field", [field for field, row in FIELDS.items() if row.kind.choices()])
+@pytest.mark.parametrize(
+    "field", [field for field, row in SCHEMA.fields.items() if row.kind.choices()]
+)
 def test_an_unknown_choice_lists_the_known_ones(field):
-    known = ", ".join(FIELDS[field].kind.choices())
+    known = ", ".join(SCHEMA.fields[field].kind.choices())
     assert _line({field: "no"}) == f"{field} must be one of {known}, got 'no'"
 
 
@@ -211,15 +216,15 @@ def test_two_recipes_for_one_slot_are_refused(changes, fields):
 @pytest.mark.parametrize("name", ["smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"])
 def test_presets_of_one_device_take_eight_too(make_mesh, name):
     config = small_runs.preset(name, "one_device")
-    check_mesh(config, make_mesh(1, 8, 1))
+    SCHEMA.check_mesh(config, make_mesh(1, 8, 1))
 
 
 @pytest.mark.parametrize(("name", "config"), cli.presets().items())
 def test_every_preset_is_valid_and_has_all_fields(name, config):
-    validate(config)
-    fields = {field for field, _ in flatten(config) if not field.startswith(tuple(OPTIONS))}
-    assert fields == FIELDS.keys()
-    idle = {field for field in FIELDS if without_effect(config, field)}
+    SCHEMA.validate(config)
+    fields = {field for field, _ in flatten(config) if not field.startswith(tuple(SCHEMA.options))}
+    assert fields == SCHEMA.fields.keys()
+    idle = {field for field in SCHEMA.fields if SCHEMA.without_effect(config, field)}
     assert idle  # sections that are off keep their defaults
     assert idle.isdisjoint({"rollout.draft", "model.source", "updates.learning_rate"})
 
@@ -231,10 +236,10 @@ def test_every_file_has_its_presets():
 
 def test_values_at_the_limits_are_taken():
     for lenience in (0.0, math.inf):
-        validate(small_runs.small_config({"rollout.lenience": lenience}))
+        SCHEMA.validate(small_runs.small_config({"rollout.lenience": lenience}))
     for name in ("k2", "k1+", "k3+"):
         penalty = {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": name}
-        validate(small_runs.small_config(penalty))
+        SCHEMA.validate(small_runs.small_config(penalty))
 
 
 def test_a_preset_that_multiturn_does_not_have():
@@ -252,17 +257,17 @@ def test_a_preset_that_multiturn_does_not_have():
     ],
 )  # fmt: skip
 def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, field, fits, value):
-    check_mesh(small_runs.small_config(), make_mesh(2, 2, 2))
+    SCHEMA.check_mesh(small_runs.small_config(), make_mesh(2, 2, 2))
     rule = f"divisible by mesh.data x mesh.fsdp = 4 ({fits})"
-    line = line_of(check_mesh, small_runs.small_config(changes), make_mesh(2, 2, 2))
+    line = line_of(SCHEMA.check_mesh, small_runs.small_config(changes), make_mesh(2, 2, 2))
     assert line == f"{field} must be {rule}, got {value}"
 
 
 def test_batches_that_the_mesh_of_rollouts_cannot_cut(make_mesh):
     """Updates have a mesh of their own, which cuts mini-batches alone."""
     config = small_runs.small_config({"updates.mini_batch_size": 2})
-    check_mesh(config, make_mesh(2, 1, 1), make_mesh(4, 1, 1))
-    line = line_of(check_mesh, config, make_mesh(2, 1, 1), make_mesh(8, 1, 1))
+    SCHEMA.check_mesh(config, make_mesh(2, 1, 1), make_mesh(4, 1, 1))
+    line = line_of(SCHEMA.check_mesh, config, make_mesh(2, 1, 1), make_mesh(8, 1, 1))
     rule = "divisible by mesh.rollout_devices / mesh.tensor = 8 (8 fits)"
     assert line == f"rollout.prompts_per_step must be {rule}, got 4"
 
@@ -272,6 +277,6 @@ def test_a_lossy_rule_without_a_weight_is_refused_with_importance_cap(monkeypatc
         pass
 
     monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy)
-    validate(small_runs.small_config({"rollout.accept": "lossy"}))
+    SCHEMA.validate(small_runs.small_config({"rollout.accept": "lossy"}))
     line = _line({"rollout.accept": "lossy", "algorithm.importance_cap": 2.0})
     assert line.startswith("algorithm.importance_cap must be 0 ")

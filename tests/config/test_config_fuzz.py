@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from small_models import MODEL
 
 from specrl_jax.algorithms.update_spec import make_schedule
-from specrl_jax.config import flatten, validate
-from specrl_jax.config.fields import FIELDS as ROWS
+from specrl_jax.config import flatten
 from specrl_jax.recipes.waiting_groups import part_size
 from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.settings import schema
+
+SCHEMA = schema()
 
 CONFIGURATIONS = 1_000
 FIELDS = dict(flatten(small_runs.small_config()))
@@ -33,7 +35,7 @@ KINDS = {
 
 
 def _values(field: str) -> st.SearchStrategy:
-    names = ROWS[field].kind.choices() if field in ROWS else ()
+    names = SCHEMA.fields[field].kind.choices() if field in SCHEMA.fields else ()
     known = st.sampled_from(names) if names else st.just(FIELDS[field])
     # Mostly of the right kind, so that the rules between fields are reached too.
     likely = known | KINDS[type(FIELDS[field])]
@@ -88,7 +90,7 @@ def _try(config, ends: dict[str, int], changes: dict) -> None:
 def _refusal(config) -> str:
     """The error of a configuration, "" where it has none."""
     try:
-        validate(config)
+        SCHEMA.validate(config)
         _compute(config)
     except ValueError as error:
         return str(error)

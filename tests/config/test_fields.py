@@ -6,8 +6,11 @@ import pytest
 import small_runs
 from small_runs import line_of
 
-from specrl_jax.config import cli, validate
-from specrl_jax.config.fields import FIELDS, NEW_RUN, RESUMED, may_change, without_effect
+from specrl_jax.command_line import cli
+from specrl_jax.config.fields import NEW_RUN, RESUMED
+from specrl_jax.settings import schema
+
+SCHEMA = schema()
 
 NONE = {"rollout.draft": "none"}
 TREE = {"rollout.draft": "tree"}
@@ -166,54 +169,56 @@ def test_a_field_that_was_given_and_does_nothing_is_refused(field, value, reason
     config = _config(field, value, reason.changes)
     flag = f"--config.{reason.decides}={reason.better}"
     line = f"{field} has no effect with {reason.decides} = {reason.now}; add {flag}"
-    assert line_of(validate, config, given=[field]) == line
-    assert without_effect(config, field) == line
+    assert line_of(SCHEMA.validate, config, given=[field]) == line
+    assert SCHEMA.without_effect(config, field) == line
     config = cli.override(config, [flag])
-    assert f"with {reason.decides} = " not in without_effect(config, field)
+    assert f"with {reason.decides} = " not in SCHEMA.without_effect(config, field)
 
 
 def test_options_that_nobody_reads_are_refused():
     config = _config("data.source", "jsonl", {"warmup.steps": 0})
     config.tokenizer.template_options.mine = 1
     config.data.options.mine = 1
-    assert line_of(validate, config, given=["tokenizer.template_options.mine"]) == (
+    assert line_of(SCHEMA.validate, config, given=["tokenizer.template_options.mine"]) == (
         "tokenizer.template_options.mine has no effect with tokenizer.chat = False; add "
         "--config.tokenizer.chat=True"
     )
-    assert line_of(validate, config, given=["data.options.mine"]) == (
+    assert line_of(SCHEMA.validate, config, given=["data.options.mine"]) == (
         "data.options.mine has no effect with data.source = jsonl; add --config.data.source=hf"
     )
     config.data.source = "hf"
-    assert without_effect(config, "data.options.mine") == ""
+    assert SCHEMA.without_effect(config, "data.options.mine") == ""
 
 
 @pytest.mark.parametrize(("field", "value", "changes"), ALLOWED)
 def test_a_field_that_does_something_is_taken(field, value, changes):
-    assert without_effect(_config(field, value, changes), field) == ""
+    assert SCHEMA.without_effect(_config(field, value, changes), field) == ""
 
 
 def test_every_condition_is_in_the_table():
-    conditions = {when for row in FIELDS.values() for when in row.when}
+    conditions = {when for row in SCHEMA.fields.values() for when in row.when}
     met = set()
     for field, value, reason in IDLE:
         config = _config(field, value, reason.changes)
-        met.add(next(when for when in FIELDS[field].when if not when.holds(config)))
+        met.add(next(when for when in SCHEMA.fields[field].when if not SCHEMA.holds(when, config)))
     assert conditions == met
-    assert {field for field, row in FIELDS.items() if row.when} == {field for field, *_ in IDLE}
+    assert {field for field, row in SCHEMA.fields.items() if row.when} == {
+        field for field, *_ in IDLE
+    }
 
 
 def test_what_holds_without_an_effect_is_a_value_of_the_field():
-    for field, row in FIELDS.items():
+    for field, row in SCHEMA.fields.items():
         for value in (row.idle, row.task, row.files):
             assert value is None or not row.kind.broken(value), field
 
 
 def test_what_may_change_later():
-    resumed = set(may_change(RESUMED))
+    resumed = set(SCHEMA.may_change(RESUMED))
     assert {"log", "checkpoint", "mesh", "train", "model.attention"} <= resumed
     assert {"evaluate.every", "evaluate.samples", "evaluate.batch_size"} <= resumed
     assert len(resumed) == 8
-    begun = set(may_change(RESUMED, NEW_RUN))
+    begun = set(SCHEMA.may_change(RESUMED, NEW_RUN))
     assert resumed - begun == {"evaluate.every", "evaluate.samples", "evaluate.batch_size"}
     assert {"evaluate", "updates", "reward", "critic.clip", "algorithm.kl_coef"} <= begun
     assert begun.isdisjoint({"algorithm", "rollout", "data", "critic", "seed", "lora.rank"})

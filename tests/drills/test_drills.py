@@ -26,7 +26,7 @@ import small_runs
 from small_runs import ROOT, assert_same_run, on_one_device, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.config import cli
+from specrl_jax.command_line import cli
 from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog

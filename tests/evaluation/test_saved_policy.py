@@ -17,7 +17,8 @@ from small_runs import ROOT, files, launch, line_of, play, records, saved, small
 
 from specrl_jax import train
 from specrl_jax.agents.environments import Guess
-from specrl_jax.config import cli, flatten, validate
+from specrl_jax.command_line import cli
+from specrl_jax.config import flatten
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.evaluation import eval_tasks, export, saved_policy
@@ -25,6 +26,7 @@ from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.process import runtime
 from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.settings import schema
 from specrl_jax.telemetry.records import read_rollouts
 
 PROMPTS = ["7>", "3<", "0>"]
@@ -43,7 +45,7 @@ def run(tmp_path_factory, make_mesh):
 @pytest.fixture
 def main(mesh, monkeypatch, capsys):
     """main(program, *flags) → what it prints, in this process and on the test's mesh."""
-    monkeypatch.setattr(runtime, "start", lambda config, training: validate(config))
+    monkeypatch.setattr(runtime, "start", lambda config, training: schema().validate(config))
 
     def call(program: str, *flags: str) -> str:
         monkeypatch.setattr(sys, "argv", [program, *flags])
@@ -113,7 +115,7 @@ def test_a_damaged_checkpoint_is_refused(main, run, tmp_path):
 def test_a_run_that_began_with_anothers_checkpoint(run, tmp_path):
     values = json.loads((run / "config.json").read_text()) | {"resume_from": "runs/x@3"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    validate(saved_policy.run_config(tmp_path))
+    schema().validate(saved_policy.run_config(tmp_path))
 
 
 # --- export ---------------------------------------------------------------------------------------

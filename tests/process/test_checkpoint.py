@@ -1,6 +1,5 @@
 """Checkpoints: exact, safe against kills and donation, kept as asked, on any mesh."""
 
-import math
 import os
 import pathlib
 import re
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_runs import assert_same_bits, folders, one_line, run_until_killed, small_config
+from small_runs import assert_same_bits, folders, one_line, run_until_killed
 
-from specrl_jax.process.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.process.checkpoint import Checkpointer
 
 
 class Moments(NamedTuple):
@@ -211,43 +210,3 @@ def test_what_cannot_be_written_says_so_and_loses_no_earlier_step(tmp_path):
         restored, host = checkpointer.restore(1, arrays)
     np.testing.assert_array_equal(restored["x"], arrays["x"])
     assert host == {"position": 1}
-
-
-def test_run_config_of_the_same_run_and_a_damaged_one(tmp_path):
-    workdir = tmp_path / "new" / "run"
-    assert not check_run_config(workdir, small_config())
-    save_run_config(workdir, small_config())
-    assert check_run_config(workdir, small_config())
-    assert [p.name for p in workdir.iterdir()] == ["config.json"]
-    (workdir / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
-        check_run_config(workdir, small_config())
-
-
-def test_a_changed_run_config_is_refused_with_every_field(tmp_path):
-    save_run_config(tmp_path, small_config({"rollout.lenience": math.inf}))
-    changed = small_config({"seed": 1, "log.tracker": "wandb", "train.steps": 20})
-    with pytest.raises(ValueError, match="--workdir") as error:
-        check_run_config(tmp_path, changed, ignore=("log", "train.step"))
-    text = one_line(error)
-    assert "seed was 0, now 1" in text
-    assert "rollout.lenience was Infinity, now 1.0" in text
-    assert "train.steps was 0, now 20" in text  # "train.step" is another field, not a prefix
-    assert "tracker" not in text
-    assert "epochs" not in text
-
-
-def test_a_run_with_other_fields_is_refused(tmp_path):
-    older = small_config().to_dict()
-    del older["critic"]
-    save_run_config(tmp_path, older)
-    message = r"of another version of specrl_jax: critic.clip came later, critic.coef came later, "
-    with pytest.raises(ValueError, match=f"{message}[^\n]*; go on with that version, or begin"):
-        check_run_config(tmp_path, small_config())
-    save_run_config(tmp_path, small_config({"updates.skip_nonfinite": 3}))
-    assert check_run_config(tmp_path, small_config(), ignore=("updates",))
-    newer = small_config().to_dict()
-    newer["updates"]["gone"] = 1
-    save_run_config(tmp_path, newer)
-    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
-        check_run_config(tmp_path, small_config())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_runs import ONE_DEVICE, ROOT, assert_same_run, records, small_config
 
-from specrl_jax.config import files
+from specrl_jax.command_line import files
 from specrl_jax.process import distributed
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.train import train

@@ -1,5 +1,6 @@
 """Which recipe takes a slot; and that the project works without any one of them."""
 
+import importlib
 import os
 import pathlib
 import pkgutil
@@ -51,7 +52,10 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
 )
-CORE = ("train.py", "types.py", "training", "rollout", "algorithms")
+CORE = (
+    "train.py", "types.py", "settings.py", "training", "rollout", "algorithms", "config",
+    "command_line",
+)  # fmt: skip
 
 
 def test_the_core_names_no_recipe():
@@ -76,12 +80,12 @@ def test_the_project_works_without_it(tmp_path, name):
     path = os.pathsep.join(map(str, (tmp_path, tmp_path / "tests")))
     env = os.environ | ONE_DEVICE | {"PYTHONPATH": path}
 
-    def run(*command: str) -> str:
+    def run(*command: str, code: int = 0) -> str:
         done = subprocess.run(
             [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stderr if code else done.stdout
 
     there = run("-c", "import specrl_jax; print(specrl_jax.__file__)")
     assert pathlib.Path(there.strip()).is_relative_to(tmp_path)
@@ -90,5 +94,14 @@ def test_the_project_works_without_it(tmp_path, name):
         "--config.train.steps=2",
     )  # fmt: skip
     assert [line["step"] for line in records(tmp_path / "run")] == [0, 1, 2]
-    assert "--workdir" in run("launch/train.py", "--help")
+    help_text = run("launch/train.py", "--help")
+    assert "--workdir" in help_text
+    declared = getattr(importlib.import_module(f"specrl_jax.recipes.{name}"), "SECTIONS", ())
+    fields = {field: row.default for section in declared for field, row in section.paths().items()}
+    assert not [field for field in fields if f"--config.{field}=" in help_text]
+    for field, value in list(fields.items())[:1]:
+        flag = f"--config.{field}={value}"
+        line = run("launch/train.py", "--config=tests/small_runs.py", flag, code=2)
+        assert line.startswith(f"error: {field} is not a field of the config")
+        assert line.count("\n") == 1
     run("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "tests/test_imports.py")

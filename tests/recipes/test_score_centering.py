@@ -18,7 +18,6 @@ from specrl_jax import train as loop
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import init_policy_state
-from specrl_jax.config import validate
 from specrl_jax.models import transformer
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.recipes.score_centering import Centering, centering, emitted_parts, log_ratios
@@ -26,6 +25,7 @@ from specrl_jax.rollout.acceptance import Ratio, logprobs_of_ids, outcomes
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.settings import schema
 from specrl_jax.types import Batch, Drafts, Source
 
 V = 6
@@ -450,4 +450,4 @@ def test_a_run_centres_its_scores(mesh, tmp_path, changes):
 )  # fmt: skip
 def test_what_is_refused(mesh, changes, line):
     config = small_config({"score_centering.top_k": 6, "rollout.accept": "match"} | changes)
-    assert line_of(validate, config) == line
+    assert line_of(schema().validate, config) == line

@@ -296,9 +296,9 @@ def test_held_out_responses_do_not_fork(mesh, monkeypatch):
 
 # Six responses: the first four begin with 5 5, of which three go on with 6 6; the second ends
 # there, the first and third go on. The last two have a beginning of their own.
-LEAVES = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],
+TREE = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],
           [5, 1, 0, 0, 0]]  # fmt: skip
-LEAF_LENS = [5, 4, 5, 4, 5, 2]
+TREE_LENS = [5, 4, 5, 4, 5, 2]
 
 
 def test_advantages_over_shared_prefixes_by_hand(make_mesh):
@@ -308,12 +308,12 @@ def test_advantages_over_shared_prefixes_by_hand(make_mesh):
         (0.5 + 0.25 + 0.5) / 3, (0.5 + 0.25) / 2, (-0.5 - 0.75 - 0.5) / 3,
         (0.5 + 0.25) / 2, -0.5, -0.5,
     ]  # fmt: skip
-    mask = np.arange(5) < np.array(LEAF_LENS)[:, None]
+    mask = np.arange(5) < np.array(TREE_LENS)[:, None]
     settings = config(group_size=6, kind=TreeConfig, segment=2)
     for shape in ((1, 1, 1), (2, 1, 1)):
         with jax.set_mesh(make_mesh(*shape)):
             got = estimate(
-                "tree", [1, 1, 0, 1, 0, 0], None, mask, settings, np.array(LEAVES), LEAF_LENS
+                "tree", [1, 1, 0, 1, 0, 0], None, mask, settings, np.array(TREE), TREE_LENS
             )
         expected_rows = np.where(mask, np.array(expected)[:, None], 0)
         np.testing.assert_allclose(got.advantages, expected_rows, atol=1e-6)

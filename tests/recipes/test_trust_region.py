@@ -11,8 +11,8 @@ from small_runs import line_of, records, small_config
 from specrl_jax import train as loop
 from specrl_jax.algorithms.corrections import Policies
 from specrl_jax.algorithms.losses import policy_loss
-from specrl_jax.config import validate
 from specrl_jax.recipes.trust_region import find_moved
+from specrl_jax.settings import schema
 
 # π_old = π_rollout, π, A; dropped by |π − π_rollout| > 0.2; dropped where A moves it further
 CASES = [
@@ -89,7 +89,7 @@ def test_log_probs_of_minus_infinity_are_compared():
 
 def test_a_probability_is_of_a_token(mesh):
     config = small_config({"algorithm.objective": "dppo", "algorithm.ratio": "sequence"})
-    assert line_of(validate, config) == (
+    assert line_of(schema().validate, config) == (
         "algorithm.ratio must be token where algorithm.objective is dppo (a probability is of a "
         "token), got 'sequence'"
     )

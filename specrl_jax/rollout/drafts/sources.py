@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import abstract
+from specrl_jax.config.spec import filled
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
 from specrl_jax.rollout.rows import Rows
@@ -98,8 +99,7 @@ class SuffixDrafts(DraftSource):
     def from_config(cls, settings) -> "SuffixDrafts":
         """Read the settings, `config.rollout`."""
         tree = settings.tree
-        config = SuffixDraftConfig(tree.depth, tree.factor, tree.offset, tree.min_prob)
-        return cls(config, tree.decay, history=tree.history)
+        return filled(cls, tree, config=filled(SuffixDraftConfig, tree))
 
     def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> SuffixIndex:
         tokens, lens = history

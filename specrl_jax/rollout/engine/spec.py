@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.config.spec import filled
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
@@ -107,11 +108,13 @@ class RolloutSpec:
         settings = config.rollout
         drafts = DRAFT_SOURCES[settings.draft]
         rule = acceptance_rule(config)
-        sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
+        sampling = filled(SamplingConfig, settings)
         stored = settings.stored_logprobs if rule.needs_distribution else 0
         if config.algorithm.keep_sampling_mask:
             stored = max(stored, settings.top_k)
-        return cls(
+        return filled(
+            cls,
+            settings,
             model=model,
             sampling=sampling,
             accept=rule,
@@ -119,13 +122,10 @@ class RolloutSpec:
             pad_id=pad_id,
             prompt_slots=config.data.prompt_len,
             response_slots=settings.response_len,
-            group_size=settings.group_size,
             draft_source=drafts.make_source(settings) if drafts.make_source else None,
             draft_head=sampling if drafts.head else None,
             stored_logprobs=stored,
             max_width=settings.max_width if drafts.proposes else 1,
-            row_buckets=settings.row_buckets,
-            max_rows=settings.max_rows,
             stop=stop,
             turns=bool(config.environment.name),
         )

@@ -23,15 +23,14 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.config import arguments as typed
-from specrl_jax.config import files
-from specrl_jax.config.fields import OPTIONS
-from specrl_jax.config.kinds import flatten
+from specrl_jax.command_line import arguments as typed
+from specrl_jax.command_line import files
+from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
+from specrl_jax.settings import schema
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _OPTIONS_GIVEN: set[str] = set()  # on the command line of `run`
-_OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,8 +110,10 @@ def _flags_of(argv: Sequence[str]) -> Iterator[flags.FlagValues]:
 
 def _without_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the arguments without options, whose names the user makes; and the options by name."""
-    matches = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
-    known = [argument for argument in argv if not _OPTION.fullmatch(argument)]
+    sections = "|".join(map(re.escape, schema().options))
+    option = re.compile(rf"--config\.((?:{sections})\.\w+)=(.*)", re.DOTALL)
+    matches = [match for argument in argv if (match := option.fullmatch(argument))]
+    known = [argument for argument in argv if not option.fullmatch(argument)]
     return known, dict(match.groups() for match in matches)
 
 
@@ -313,8 +314,8 @@ def _help(argv: Sequence[str]) -> str:
         given = [f"--config={file}"]
         named = "the preset tiny, as there is no --config"
     values = dict(flatten(read_config(given)))
-    comments = files.comments(file, values)
-    names = sorted(values, key=[*comments, *values].index)  # in the file's order
+    comments = schema().comments()
+    names = sorted(values, key=[*comments, *values].index)  # in the order of their sections
     own = [*flags.FLAGS.get_key_flags_for_module(sys.argv[0]), flags.FLAGS["print_config"]]
     parts = [
         (sys.modules["__main__"].__doc__ or "").strip(),
@@ -336,6 +337,8 @@ def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
         hint = re.search(r'Did you mean "(\w+)"', text)
         typed = [a for a in argv if field and re.match(rf"--config\..*\b{field[0]}\b", a)]
         name = typed[0].partition("=")[0].removeprefix("--config.") if typed else repr(text)
+        if name in schema().renamed:
+            return schema().unknown(name)
         return f"{name} is not a field of the config" + (
             f", did you mean {hint[1]}?" if hint else ""
         )

@@ -10,7 +10,8 @@ import sys
 import pytest
 from small_runs import ROOT, launch, line_of, preset
 
-from specrl_jax.config import arguments, cli, flatten
+from specrl_jax.command_line import arguments, cli
+from specrl_jax.config import flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"

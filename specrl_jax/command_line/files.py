@@ -1,17 +1,17 @@
-"""A configuration file as its reader sees it: presets, and fields with their comments.
+"""A configuration file as its reader sees it: its configuration and presets.
 
 Also which settings belong to a preset's own task, so that no other task inherits them.
 """
 
 import runpy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from specrl_jax.config.fields import FIELDS, meaning
-from specrl_jax.config.kinds import get
+from specrl_jax.config import get
+from specrl_jax.settings import schema
 
 
 def get_config(path: str, preset: str = "") -> ConfigDict:
@@ -25,21 +25,6 @@ def presets(path: str | Path) -> dict[str, str]:
     return {name: (preset.__doc__ or "").strip().split("\n")[0] for name, preset in table.items()}
 
 
-def comments(path: str | Path, fields: Iterable[str]) -> dict[str, str]:
-    """Return the comment of each of these fields, in the order of the file.
-
-    A field's line is `SECTION.NAME = VALUE  # COMMENT`, where SECTION is the last part of its path.
-    """
-    targets = {".".join(f"config.{field}".split(".")[-2:]): field for field in fields}
-    found: dict[str, str] = {}
-    for line in Path(path).read_text("utf-8").splitlines():
-        code, _, comment = line.strip().partition("  # ")
-        field = targets.get(code.partition(" = ")[0])
-        if field:
-            found.setdefault(field, comment)
-    return found
-
-
 def begin_own_task(
     config: ConfigDict, preset: ConfigDict, given: Collection[str]
 ) -> dict[str, Any]:
@@ -51,10 +36,11 @@ def begin_own_task(
     other_task = other_source or config.data.name != preset.data.name
     other_reward = config.reward.name != preset.reward.name
     # An unknown source is refused later.
-    known = config.data.source in FIELDS["data.source"].kind.choices()
-    has_an_end = known and not meaning(config, "data.source").endless
+    fields = schema().fields
+    known = config.data.source in fields["data.source"].kind.choices()
+    has_an_end = known and not schema().values(config).meaning("data.source").endless
     empty = {}
-    for name, row in FIELDS.items():
+    for name, row in fields.items():
         if row.task is not None and (other_task or (other_reward and name.startswith("reward."))):
             empty[name] = row.task
         if row.files is not None and other_source and has_an_end:

@@ -7,10 +7,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 
-from specrl_jax.config import saved_run
-from specrl_jax.config.fields import FIELDS
+from specrl_jax.command_line import saved_run
 from specrl_jax.config.kinds import is_integer
 from specrl_jax.inputs import user_path
+from specrl_jax.settings import schema
 
 _LARGEST = Decimal(10) ** 18
 _MAX_HINTS = 3
@@ -89,7 +89,8 @@ def _prepared(argument: str) -> str:
     if name == "--config" and value.endswith(".json"):
         value = f"{_SAVED}{value}"
     field = name.removeprefix("--config.")
-    if equals and field != name and field in FIELDS and is_integer(FIELDS[field].kind):
+    row = schema().fields.get(field)
+    if equals and field != name and row and is_integer(row.kind):
         value = _integer(field, value)
     return f"{name}{equals}{value}"
 
@@ -108,16 +109,17 @@ def _integer(field: str, text: str) -> str:
 def _fields_like(name: str) -> list[str]:
     """Return the fields that an abbreviation or a name without its section may mean."""
     text = name.replace("-", "_")
-    last = {field: field.rpartition(".")[2] for field in FIELDS}
+    fields = schema().fields
+    last = {field: field.rpartition(".")[2] for field in fields}
 
     def initials(words: str) -> str:
         return "".join(word[:1] for word in words.split("_"))
 
-    found = [field for field in FIELDS if text in (field, last[field])]
-    found = found or [x for x in FIELDS if len(text) > 1 and initials(last[x]) == text]
+    found = [field for field in fields if text in (field, last[field])]
+    found = found or [x for x in fields if len(text) > 1 and initials(last[x]) == text]
     if not found:
         close = difflib.get_close_matches(text, set(last.values()), n=1, cutoff=0.75)
-        found = [field for field in FIELDS if last[field] in close]
+        found = [field for field in fields if last[field] in close]
     found.sort(key=lambda field: not field.startswith("updates."))
     of_policy = [field for field in found if field.startswith("updates.")]
     return (of_policy or found)[:_MAX_HINTS]

@@ -4,12 +4,10 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from specrl_jax.config import check_version
-from specrl_jax.config.fields import FIELDS
-from specrl_jax.config.kinds import flatten
+from specrl_jax.config import flatten
+from specrl_jax.config.schema import ORIGIN
 from specrl_jax.inputs import read_json
-
-ORIGIN = "resume_from"  # of the command line: the checkpoint that a run began with
+from specrl_jax.settings import schema
 
 
 def get_config(path: str) -> ConfigDict:
@@ -17,7 +15,7 @@ def get_config(path: str) -> ConfigDict:
     values = read_json(Path(path))
     values.pop(ORIGIN, None)
     config = ConfigDict(values)
-    check_version(dict(flatten(config)), FIELDS, path)
+    schema().check_version(dict(flatten(config)), path)
     return config
 
 

@@ -1,0 +1,37 @@
+"""Fields of episodes of several turns."""
+
+from collections.abc import Iterator
+
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import BELOW_ONE, TEXT, integer, one_of
+
+TURNS = When("environment.name", lambda c: c.environment.name, "guess")
+
+
+# fmt: off
+ENVIRONMENT = Section("environment", "several turns: see configs/multiturn.py", (
+    field("name", "", '"" (one turn) | guess | calculator | python | see docs/agents.md', TEXT),
+    field("max_turns", 4, "responses of an episode, together within rollout.response_len",
+          integer(1), idle=1),
+    field("allow_unfinished", 0.5, "share of the episodes that the others do not wait for",
+          BELOW_ONE, idle=0.0),
+    field("on_timeout", "end", "a step takes too long: end (the episode) | tell (the policy)",
+          one_of("end", "tell"), idle="end"),
+), on=TURNS)
+# fmt: on
+
+
+def _environment(config: Values) -> Iterator[Check]:
+    if config.meaning("data.source").plays:
+        name = f"{config.data.source}:{config.data.name}"
+        rule = f"{name} where data.source is {config.data.source} and data.name {config.data.name}"
+        yield "environment.name", rule, config.environment.name == name
+    if not config.environment.name:
+        return
+    accept = config.meaning("rollout.accept")
+    previous = config.meaning("rollout.draft").verifies_previous
+    rule = "another rule where environment.name is set (a random part of an episode is no turn)"
+    yield "rollout.accept", rule, not (previous and accept.cuts_draft)
+
+
+RULES = (_environment,)

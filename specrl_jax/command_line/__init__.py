@@ -1,0 +1,1 @@
+"""What users type: flags, configuration files, their presets, and errors in one line."""

@@ -1,0 +1,126 @@
+"""Fields of the prompts: their tokenizer, where they come from, and which come next."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from specrl_jax.config.fields import Check, Section, Values, When, field
+from specrl_jax.config.kinds import FINITE, SWITCH, TEXT, choice, integer, text_or
+
+
+def _of_alphabet():
+    from specrl_jax.data.tokenizer import OF_ALPHABET
+
+    return OF_ALPHABET
+
+
+def _readers():
+    from specrl_jax.data.readers import READERS
+
+    return READERS
+
+
+def _curricula():
+    from specrl_jax.data.curriculum import CURRICULA
+
+    return CURRICULA
+
+
+def _has_splits(config: Values) -> bool:
+    root = config.data.path or config.data.name
+    return not Path(root).expanduser().is_file()
+
+
+def _screens(config: Values) -> bool:
+    return config.meaning("curriculum.name").screens
+
+
+ALPHABET = When(
+    "tokenizer.source", lambda c: c.meaning("tokenizer.source") is not None, "characters"
+)
+CHAT = When("tokenizer.chat", lambda c: c.tokenizer.chat, "True")
+FILES = When("data.source", lambda c: c.meaning("data.source").reads_files, "jsonl")
+TAKES_OPTIONS = When("data.source", lambda c: c.meaning("data.source").takes_options, "hf")
+HAS_AN_END = When("data.source", lambda c: not c.meaning("data.source").endless, "jsonl")
+SPLITS = When("data.path", _has_splits, "FOLDER")
+EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
+COLUMNS = When("data.render", lambda c: not c.data.render, "")
+SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+SCREENS = When("curriculum.name", _screens)
+# Recipes that read the bounds too say when: `EFFECTS`.
+RATES = When("curriculum.name", _screens)
+
+
+# fmt: off
+TOKENIZER = Section("tokenizer", "", (
+    field("source", "characters", "\"\" (the model's own) | characters | directory | hub id",
+          text_or(_of_alphabet)),
+    field("alphabet", "0123456789 <>;", "of characters: one token each, after pad and end", TEXT,
+          ALPHABET),
+    field("chat", False, "wrap prompts in the model's chat template", SWITCH),
+    field("system_prompt", "", "a chat's first message, unless the prompt has a system message",
+          TEXT, CHAT, idle=""),
+    field("continue_final_message", False, "continue a last message of the assistant: a prefix",
+          SWITCH, CHAT, idle=False),
+))
+
+TEMPLATE_OPTIONS = Section("tokenizer.template_options",
+                           "variables of the chat template, as .enable_thinking=False", (),
+                           on=CHAT, free=True)
+
+DATA = Section("data", "", (
+    field("source", "sort",
+          "sort | product | guess | jsonl | parquet | hf | tfds | see docs/data.md",
+          choice(_readers)),
+    field("name", "sort", "data set: hub id or TFDS name; task, game or taskset of a package", TEXT,
+          files=""),
+    field("path", "", "file or directory of jsonl and parquet; local files of hf and tfds", TEXT,
+          FILES, idle=""),
+    field("eval_path", "", 'held-out file; "": eval_split, or else the end of the source', TEXT,
+          HAS_AN_END, idle=""),
+    field("render", "", 'module:function from a row to (prompt, answer); "": the columns below',
+          TEXT, task=""),
+    field("prompt_field", "question", "column of the prompt", TEXT, COLUMNS),
+    field("answer_field", "answer", "column of the answer", TEXT, COLUMNS),
+    field("answer_pattern", "", 'regex whose group 1 is the answer; "": the whole column', TEXT,
+          COLUMNS, idle="", task=""),
+    field("solution_field", "",
+          'column of the worked solution, for warm-up and fallback; "": answer', TEXT, SOLUTIONS,
+          idle="", task=""),
+    field("instruction", "", 'text added to the prompt, or around "{prompt}" in it', TEXT, task=""),
+    field("split", "train", "split to train on, where the source has splits", TEXT, FILES, SPLITS),
+    field("eval_split", "", "split to hold out, where the source has splits", TEXT, FILES,
+          EVAL_SPLITS, idle=""),
+    field("prompts", 1024, "training prompts; 0: all of a file or data set; paper 6,144", integer(),
+          files=0),
+    field("eval_prompts", 256, "held-out prompts", integer()),
+    field("prompt_len", 24, "P, tokens; longer prompts are left out and counted; paper 1,024",
+          integer(1)),
+))
+
+DATA_OPTIONS = Section("data.options", "of sort, the game, the task or the data set", (
+    field("min_numbers", 6, "shortest list to sort"),
+    field("max_numbers", 12, "longest list to sort"),
+    field("min_value", 0, "smallest number"),
+    field("max_value", 9, "largest number"),
+), on=TAKES_OPTIONS, free=True)
+
+CURRICULUM = Section("curriculum", "which prompts come next", (
+    field("name", "uniform", "uniform | speed (screened first)", choice(_curricula)),
+    field("low", 0.0, "a prompt is chosen, or kept, if its mean reward is above this", FINITE,
+          RATES),
+    field("high", 1.0, "and below this", FINITE, RATES),
+))
+# fmt: on
+
+
+def _tokenizer(config: Values) -> Iterator[Check]:
+    source = config.tokenizer.source
+    model = config.model.source
+    by_character = config.meaning("tokenizer.source") is not None
+    rule = f'"" or of a model where model.source is {model!r}'
+    yield "tokenizer.source", rule, not (model and by_character)
+    rule = f"False where tokenizer.source is {source}"
+    yield "tokenizer.chat", rule, not (by_character and config.tokenizer.chat)
+
+
+RULES = (_tokenizer,)

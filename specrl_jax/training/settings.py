@@ -1,0 +1,114 @@
+"""Fields of the run: how long it is, what it evaluates, keeps, shows and runs on."""
+
+from collections.abc import Iterator
+
+from specrl_jax.config.fields import NEW_RUN, RESUMED, Check, Section, Shards, Values, When, field
+from specrl_jax.config.kinds import GREEDY_OR_WARM, SHARE, SWITCH, WEIGHT, choice, integer
+
+
+def _trackers():
+    from specrl_jax.telemetry.tracking import TRACKERS
+
+    return TRACKERS
+
+
+BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
+WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
+EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
+# A recipe that fills the slot of the batches' source says when: `EFFECTS`.
+BESIDE_UPDATES = When("", lambda c: False)
+
+
+# fmt: off
+RUN = Section("", "", (
+    field("seed", 0, "of weights, data order, warm-up and all sampling", integer()),
+))
+
+TRAIN = Section("train", "", (
+    field("epochs", 4, "passes over the training prompts, to the nearest step; paper 15", integer(),
+          BY_EPOCHS),
+    field("steps", 0, "> 0: exactly this many steps instead; paper 90", integer()),
+), may_change=RESUMED)
+
+WARMUP = Section("warmup", "supervised stage before step 1", (
+    field("steps", 600, "optimizer steps; 0: none", integer()),
+    field("batch_size", 64, "demonstrations per step", integer(1),
+          shards=Shards("update", WARM_UP)),
+    field("examples", 20_000, "demonstrations, none of held-out prompts; 0: all of a file",
+          integer()),
+    field("mistake_rate", 0.08, "share of wrong digits in them; 0 where the data has solutions",
+          SHARE, idle=0.0),
+    field("learning_rate", 2e-3, "AdamW, cosine to a tenth of it", WEIGHT),
+), on=WARM_UP)
+
+# launch/evaluate.py and generate.py read temperature and batch size too.
+EVALUATE = Section("evaluate", "", (
+    field("every", 8, "steps between evaluations, first and last step too; 0: none", integer(),
+          may_change=RESUMED),
+    field("samples", 1, "responses per held-out prompt", integer(1), EVALUATED, SAMPLED, idle=1,
+          may_change=RESUMED),
+    field("temperature", 1.0, "of sampling; 0: greedy; top-k and top-p are the rollout's",
+          GREEDY_OR_WARM, may_change=NEW_RUN),
+    field("batch_size", 256, "prompts per rollout", integer(1), may_change=RESUMED,
+          shards=Shards("rollout", EVALUATED)),
+))
+
+CHECKPOINT = Section("checkpoint", "", (
+    field("every", 16, "steps between checkpoints", integer(1)),
+    field("keep_last", 2, "newest checkpoints to keep; >= 2: the next step tests the weights",
+          integer(2)),
+    field("keep_best", 1, "evaluated steps with the best held-out reward, saved and kept",
+          integer(), EVALUATED, idle=0),
+), may_change=RESUMED)
+
+LOG = Section("log", "", (
+    field("tracker", "wandb",
+          "none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard",
+          choice(_trackers)),
+    field("report", True, "WORKDIR/report.html, at checkpoints and the end", SWITCH),
+    field("print_every", 20,
+          "N: show responses, also to the tracker, at step 1 and every N steps; 0: never",
+          integer()),
+    field("rollouts", 0.02,
+          "share of prompts in WORKDIR/rollouts/step_N.jsonl; > 0: at least 8 a step", SHARE),
+), may_change=RESUMED)
+
+MESH = Section("mesh", "", (
+    field("data", -1, "copies of the weights; -1: the devices that the other two leave",
+          integer(-1)),
+    field("fsdp", 1, "parts that weights, optimizer state and batch are split into", integer(-1)),
+    field("tensor", 1, "parts that heads, feed-forward and vocabulary are split into", integer(-1)),
+    field("rollout_devices", 0, "beside the mesh, of rollouts that run during updates; 0: in turn",
+          integer(), BESIDE_UPDATES, idle=0),
+), may_change=RESUMED)
+# fmt: on
+
+
+def _lengths(config: Values) -> Iterator[Check]:
+    rule = "> 0 where train.steps is 0"
+    yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
+    held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
+    rule = "> 0 where evaluate.every is > 0"
+    yield "data.eval_prompts", rule, bool(held_out or not config.evaluate.every)
+
+
+def _demonstrations(config: Values) -> Iterator[Check]:
+    """Yield the rules of solutions that are learned before step 1."""
+    warmup = config.warmup
+    if not warmup.steps:
+        return
+    source = config.data.source
+    field = config.data.solution_field
+    endless = config.meaning("data.source").endless
+    plays = config.meaning("data.source").plays
+    rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
+    yield "warmup.steps", rule, not config.environment.name or (endless and not plays)
+    rule = f"> 0 where data.source is {source} (it has no end)"
+    yield "warmup.examples", rule, warmup.examples > 0 or not endless
+    where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"
+    rule = f"0 where {where} (solutions are learned as they are)"
+    yield "warmup.mistake_rate", rule, not warmup.mistake_rate or (endless and not field)
+
+
+RULES = (_lengths, _demonstrations)
