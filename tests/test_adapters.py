@@ -61,10 +61,10 @@ def train_in_parts(tmp_path, changes) -> dict[str, np.ndarray]:
 
 def check_trained(workdir, arrays) -> None:
     """Adapters alone are trained and have moments; the penalty is measured from the start."""
-    trained = parts(arrays, "train.params.")
+    trained = parts(arrays, "train.policy.params.")
     assert len(trained) == 14
     assert all(name[-2:] in ("_a", "_b") for name in trained)
-    moments = sum(x.size for name, x in parts(arrays, "train.opt_state.").items() if x.ndim)
+    moments = sum(x.size for name, x in parts(arrays, "train.policy.opt_state.").items() if x.ndim)
     assert moments == 2 * sum(x.size for x in trained.values())
     steps = records(workdir)[1:]
     assert steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6)
@@ -79,7 +79,7 @@ def merged(policy):
 def check_added(policy, arrays, frozen) -> None:
     """The weights that are exported are the frozen ones with the checkpoint's adapters added."""
     for name in ("q_proj", "o_proj", "down_proj"):
-        a, b = (arrays[f"train.params.layers.{name}_{x}"] for x in "ab")
+        a, b = (arrays[f"train.policy.params.layers.{name}_{x}"] for x in "ab")
         change = np.stack([np.tensordot(a_l, b_l, axes=1) for a_l, b_l in zip(a, b)])
         expected = frozen[name] + 32.0 / 4 * change
         np.testing.assert_allclose(merged(policy)["layers"][name], expected, atol=1e-6)

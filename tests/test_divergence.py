@@ -12,6 +12,7 @@ import pytest
 from small_runs import assert_same_run, files, one_line, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.algorithms.update_spec import Critic, Training
 from specrl_jax.training import learn, update_metrics
 
 EVERY_STEP = {"checkpoint.every": 1}
@@ -141,6 +142,11 @@ def test_too_many_in_a_row_end_the_run(mesh, tmp_path, monkeypatch):
     assert _steps(tmp_path / "run") == ["0", "1"]
 
 
+def _with_critic() -> types.SimpleNamespace:
+    trained = {"policy": Training(None), "critic": Critic(None, "head", coef=1.0, clip=0.0)}
+    return types.SimpleNamespace(trained=trained)
+
+
 def _sums(**changes: float) -> dict[str, np.ndarray]:
     names = ("loss", "grad_norm", "weight_norm", "moments")
     sums = {prefix + name: 1.0 for prefix in ("", "critic_") for name in names} | changes
@@ -157,14 +163,15 @@ def _sums(**changes: float) -> dict[str, np.ndarray]:
     ],
 )
 def test_the_message_names_the_stage_and_its_field(changes, message):
-    trainer = types.SimpleNamespace(config=small_config())
+    trainer = types.SimpleNamespace(config=small_config(), update_spec=_with_critic())
     state = types.SimpleNamespace(step=7, skipped_in_row=0)
     with pytest.raises(FloatingPointError, match=f"^step 7: {message}"):
         update_metrics.drop_skipped_updates(trainer, state, [_sums(), _sums(**changes)])
 
 
 def test_weights_that_are_not_finite_are_not_skipped():
-    trainer = types.SimpleNamespace(config=small_config({"updates.skip_nonfinite": 9}))
+    config = small_config({"updates.skip_nonfinite": 9})
+    trainer = types.SimpleNamespace(config=config, update_spec=_with_critic())
     state = types.SimpleNamespace(step=7, skipped_in_row=8)
     good, bad = _sums(), _sums(loss=np.nan)
     made = update_metrics.drop_skipped_updates(trainer, state, [good, bad, good, bad])

@@ -46,7 +46,7 @@ def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_pat
         checkpoints.save(3, ended.arrays(), ended.host())
         begun = building.resume(again, others, checkpoints, 3)
     assert "no reference of the KL penalty: it is made again" in capsys.readouterr().out
-    arrays = {"train": begun.policy_state, "reference": begun.reference.arrays()}
+    arrays = {"train": begun.policy_state.modules, "reference": begun.reference.arrays()}
     for name, x in checkpoint._by_name(arrays).items():
         np.testing.assert_array_equal(x, saved(finished, 3)[name], strict=True)
 
@@ -168,7 +168,7 @@ def test_the_first_step_is_that_of_one_device(one_device, tmp_path, make_mesh, s
     np.testing.assert_array_equal(arrays["store.tokens.ids"], expected["store.tokens.ids"])
     # AdamW's first moment is the gradient. Its first change of a weight is nearly lr · sign(g),
     # and where g is noise, so is its sign: weights are compared, not their change.
-    for part in ("store.tokens.sampling_logprobs", ".mu.", "train.params."):
+    for part in ("store.tokens.sampling_logprobs", ".mu.", "train.policy.params."):
         assert _distance(arrays, expected, part) <= 1e-5
 
 

@@ -76,7 +76,7 @@ def test_three_steps(mesh, tmp_path, combination):
     assert any(r["rollout/tokens_reused"] > 0 for r in steps) <= drafted
     assert ("critic/loss" in steps[0]) == (algorithm == "ppo")
     first, last = (
-        {n: x for n, x in saved(tmp_path, step).items() if n.startswith("train.params")}
+        {n: x for n, x in saved(tmp_path, step).items() if n.startswith("train.policy.params")}
         for step in (0, 3)
     )
     assert any(not np.array_equal(x, last[n]) for n, x in first.items())

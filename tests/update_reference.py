@@ -113,4 +113,4 @@ def gradient(update_spec: UpdateSpec, batch: Batch, **packed):
     state = init_policy_state(update_spec, place_params())
     batch = on_mesh(batch)
     state, metrics = update(update_spec, state, batch, pack(batch, update_spec, **packed))
-    return state.opt_state, metrics
+    return state.policy.opt_state, metrics

@@ -8,11 +8,8 @@ depth of two the head also says q from its own state instead of the policy's, as
 second token of a draft, and so on. No gradient flows into the policy.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from specrl_jax.algorithms.scoring import read_nodes
@@ -110,21 +107,6 @@ def _distances(
         return compare(None, every)[1]
     # One chunk's logits at a time are in memory, in the backward pass too.
     return scan_chunks(jax.checkpoint(compare), None, every, update_spec.logits_chunk)[1]
-
-
-def apply_gradients(
-    update_spec: UpdateSpec, head: DraftHeadState, grads: Params, sums: dict[str, Array]
-) -> DraftHeadState:
-    """Return the head after an update. sums: of `head_gradients`, added over micro-batches."""
-    optimizer = update_spec.draft_head.optimizer
-    updates, opt_state = optimizer.update(grads, head.opt_state, head.params)
-    overlap = sums["head_overlap"] / jnp.maximum(sums["head_tokens"], 1)
-    return dataclasses.replace(
-        head,
-        params=optax.apply_updates(head.params, updates),
-        opt_state=opt_state,
-        overlap=jnp.where(sums["head_tokens"] > 0, overlap, head.overlap),
-    )
 
 
 @jax.jit

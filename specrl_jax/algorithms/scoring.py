@@ -265,10 +265,11 @@ def critic_values(
     base_params: Params | None = None,
 ) -> Array:
     """Return the critic's values [n, R] of packed rows. base_params: as in `update.update`."""
-    policy = adapted(update_spec.model, state.params, base_params)
+    policy = adapted(update_spec.model, state.policy.params, base_params)
+    critic = state.modules["critic"].params
 
     def read(part: Sequences, _: Array) -> Array:
-        return slot_logprobs(update_spec, policy, state.critic, part)[0].values
+        return slot_logprobs(update_spec, policy, critic, part)[0].values
 
     return _map_micro_batches(read, packed)
 

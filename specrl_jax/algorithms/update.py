@@ -6,7 +6,6 @@ added, so that the result does not depend on how it is cut.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
+from specrl_jax.algorithms.draft_training import head_gradients
 from specrl_jax.algorithms.losses import (
     AGGREGATIONS,
     OBJECTIVES,
@@ -31,7 +30,7 @@ from specrl_jax.algorithms.scoring import (
     slot_support,
 )
 from specrl_jax.algorithms.terms import Term
-from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.algorithms.update_spec import Module, PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.packing import Sequences
@@ -40,8 +39,7 @@ from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 # float32 []; `head_overlap`: [depth]; a metric's name: [2], a total and what it is divided by.
 Scalars = dict[str, Array]
-# Of the policy, the critic and the draft head.
-Gradients = tuple[Params, Params | None, Params | None]
+Gradients = dict[str, Params]  # by name of a module
 
 
 def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
@@ -101,24 +99,15 @@ def update(
     `weight_norm` and `moments` (see `_sizes`) after the update, the last three also as `critic_*`
     and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and the objective.
     """
-    before = state
-    (grads, critic_grads, head_grads), scalars = _gradients(
+    grads, scalars = _gradients(
         update_spec, state, take_rows(batch, packed.row_ids), packed, base_params, frozen
     )
-    scalars["grad_norm"] = optax.tree.norm(grads)
-    if not critic_only:
-        params, opt_state = _apply(update_spec.optimizer, grads, state.params, state.opt_state)
-        state = dataclasses.replace(state, params=params, opt_state=opt_state)
-    if update_spec.critic is not None:
-        scalars["critic_grad_norm"] = optax.tree.norm(critic_grads)
-        critic, opt_state = _apply(
-            update_spec.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
-        )
-        state = dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
-    if state.draft_head is not None:
-        scalars["head_grad_norm"] = optax.tree.norm(head_grads)
-        head = apply_gradients(update_spec, state.draft_head, head_grads, scalars)
-        state = dataclasses.replace(state, draft_head=head)
+    before = state
+    for name, training in update_spec.trained.items():
+        scalars[f"{training.prefix}grad_norm"] = optax.tree.norm(grads[name])
+        if not (critic_only and name == "policy"):
+            module = training.step(state.modules[name], grads[name], scalars)
+            state = state.replace(**{name: module})
     if update_spec.skip_nonfinite:
         must_be_finite = [
             x
@@ -127,14 +116,10 @@ def update(
         ]
         finite = jnp.all(jnp.isfinite(jnp.stack(must_be_finite)))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
-    sizes = _sizes(state.params, state.opt_state)
-    scalars["weight_norm"], scalars["moments"] = sizes
-    if update_spec.critic is not None:
-        sizes = _sizes(state.critic, state.critic_opt_state)
-        scalars["critic_weight_norm"], scalars["critic_moments"] = sizes
-    if head := state.draft_head:
-        sizes = _sizes(head.params, head.opt_state)
-        scalars["head_weight_norm"], scalars["head_moments"] = sizes
+    for name, training in update_spec.trained.items():
+        norm, moments = _sizes(state.modules[name])
+        scalars[f"{training.prefix}weight_norm"] = norm
+        scalars[f"{training.prefix}moments"] = moments
     return state, scalars
 
 
@@ -151,14 +136,15 @@ def update_inputs(
     return update_spec, state, batch, packed, base_params, frozen
 
 
-def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
+def _sizes(module: Module) -> tuple[Array, Array]:
     """Return the global norm of the weights, and the sum of the largest of each of the moments.
 
     Not finite where an element is not, or where the squares of weights exceed float32.
     """
-    moments = [x for x in jax.tree.leaves(opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    leaves = jax.tree.leaves(module.opt_state)
+    moments = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     largest = [jnp.max(jnp.abs(x)) for x in moments]
-    return optax.tree.norm(params), sum(largest, start=jnp.float32(0))
+    return optax.tree.norm(module.params), sum(largest, start=jnp.float32(0))
 
 
 def _gradients(
@@ -173,10 +159,11 @@ def _gradients(
     head = state.draft_head
     own_sums: Scalars = {}
     if prepare := OBJECTIVES[update_spec.loss.objective].prepare:
-        policy = adapted(update_spec.model, state.params, base_params)
+        policy = adapted(update_spec.model, state.policy.params, base_params)
         before = logprobs(update_spec, policy, packed, batch.support)
         batch, own_sums = prepare(batch, before, update_spec.loss)
-    weights = (state.params, state.critic)
+    params = {name: module.params for name, module in state.modules.items()}
+    by_loss = {name: params[name] for name in ("policy", "critic") if name in params}
     policy_normalizer = update_spec.token_budget
     if not policy_normalizer:
         policy_normalizer = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
@@ -185,13 +172,12 @@ def _gradients(
     size = packed.sequences.tokens[0].size
     terms = update_spec.loss.terms
 
-    def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
-        trained, critic_params = weights
-        params = adapted(update_spec.model, trained, base_params)
+    def loss(weights: Gradients, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
+        policy = adapted(update_spec.model, weights["policy"], base_params)
         support = slot_support(part.support, nodes, sequences)
         term_inputs, shared = _term_inputs(terms, part, frozen, sequences, nodes)
         slots, states = slot_logprobs(
-            update_spec, params, critic_params, sequences, support, term_inputs, shared
+            update_spec, policy, weights.get("critic"), sequences, support, term_inputs, shared
         )
         rows = read_nodes(slots._replace(terms=()), nodes)
         read = read_wide_nodes(slots.terms, nodes)
@@ -212,21 +198,21 @@ def _gradients(
         # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
         part = dataclasses.replace(batch, response_lens=jnp.where(here, batch.response_lens, 0))
-        grads, (sums, states) = jax.grad(loss, has_aux=True)(weights, part, sequences, nodes)
+        grads, (sums, states) = jax.grad(loss, has_aux=True)(by_loss, part, sequences, nodes)
         if head is None:
-            return (*grads, None), sums
-        policy = adapted(update_spec.model, state.params, base_params)
+            return grads, sums
+        policy = adapted(update_spec.model, state.policy.params, base_params)
         head_grads, head_sums = head_gradients(
             update_spec, head, policy, sequences, states, nodes, part.mask, head_normalizer
         )
-        return (*grads, head_grads), sums | head_sums
+        return grads | {"draft_head": head_grads}, sums | head_sums
 
     def accumulate(index: Array, total: tuple[Gradients, Scalars]) -> tuple[Gradients, Scalars]:
         return jax.tree.map(jnp.add, total, differentiate(index))
 
     _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))
     zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    zero_grads = jax.tree.map(jnp.zeros_like, (*weights, head and head.params))
+    zero_grads = jax.tree.map(jnp.zeros_like, params)
     grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
     return grads, sums | own_sums
 
@@ -246,9 +232,3 @@ def _term_inputs(
         by_slot.append(term.slot_inputs(frozen, sequences, columns))
         shared.append(term.shared(frozen))
     return jax.lax.stop_gradient((tuple(by_slot), tuple(shared)))
-
-
-def _apply(optimizer: optax.GradientTransformation, grads, params: Params, opt_state):
-    """Return the new parameters and optimizer state."""
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

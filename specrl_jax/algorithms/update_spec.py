@@ -1,7 +1,8 @@
 """Settings of the update (`UpdateSpec`), what it changes (`PolicyState`), and its optimizer."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,18 @@ from specrl_jax.sharding import axes, reshard, shards
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DraftHeadState:
+class Module:
+    """Weights that are trained, with what their training keeps."""
+
+    params: Params  # float32, stored layout; of the policy all weights, or adapters of base weights
+    opt_state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftHeadState(Module):
     """Draft head, with what its training keeps."""
 
-    params: Params  # float32, stored layout
-    opt_state: Any
     overlap: Array  # float32 [depth], mean Σ min(p, q) of the last update, by token of a draft
     counts: Array | None  # int32 [V], tokens of responses so far; None: it drafts all tokens
 
@@ -33,32 +41,99 @@ class DraftHeadState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyState:
-    """Weights and optimizer states of the policy, its critic and its draft head."""
+    """All that is trained, by name: "policy", and "critic" and "draft_head" where there are any."""
 
-    params: Params  # float32, stored layout; all weights, or adapters of base weights
-    opt_state: Any
-    critic: Params | None = None
-    critic_opt_state: Any = None
-    draft_head: DraftHeadState | None = None
+    modules: dict[str, Module]
+
+    @property
+    def policy(self) -> Module:
+        return self.modules["policy"]
+
+    @property
+    def draft_head(self) -> DraftHeadState | None:
+        return self.modules.get("draft_head")
+
+    def replace(self, **modules: Module) -> "PolicyState":
+        """Return the state with other modules of these names."""
+        return PolicyState(self.modules | modules)
 
 
 @dataclasses.dataclass(frozen=True)
-class Critic:
+class Training:
+    """How a module is trained; here the policy. Hashable."""
+
+    optimizer: optax.GradientTransformation
+
+    prefix: ClassVar[str] = ""  # of its scalars
+    rate: ClassVar[str] = "updates.learning_rate"  # field of its learning rate
+
+    def begin(self, model: ModelConfig, policy: Params) -> Module:
+        """Return the module before its first update; policy: all weights of the policy."""
+        raise NotImplementedError
+
+    def step(self, module: Module, grads: Params, scalars: Mapping[str, Array]) -> Module:
+        """Return the module after an update; scalars: of the mini-batch."""
+        updates, opt_state = self.optimizer.update(grads, module.opt_state, module.params)
+        params = optax.apply_updates(module.params, updates)
+        return dataclasses.replace(module, params=params, opt_state=opt_state)
+
+    def metrics(self, total: Callable[[str], Any]) -> dict[str, Any]:
+        """Return metrics of its own from a step's scalars; total: adds those of a name."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic(Training):
     """A value function that is trained beside the policy; fields as in `config.critic`."""
 
     kind: str
     coef: float
     clip: float
-    optimizer: optax.GradientTransformation
+
+    prefix = "critic_"
+    rate = "critic.learning_rate"
+
+    def begin(self, model: ModelConfig, policy: Params) -> Module:
+        params = init_critic(model, self.kind, policy)
+        return Module(params, jax.jit(self.optimizer.init)(params))
+
+    def metrics(self, total):
+        tokens = max(total("tokens"), 1)  # a batch may hold none
+        return {"critic/clip_fraction": total("critic_clipped") / tokens}
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftHeadTraining:
+class DraftHeadTraining(Training):
     """How the draft head is trained; fields as in `config.rollout.head`."""
 
-    optimizer: optax.GradientTransformation
     depth: int
     vocab: int
+
+    prefix = "head_"
+    rate = "rollout.head.learning_rate"
+
+    def begin(self, model: ModelConfig, policy: Params) -> DraftHeadState:
+        params = init_draft_head(model, policy)
+        opt_state = jax.jit(self.optimizer.init)(params)
+        counts = None
+        if self.vocab:
+            # Tokens that are never sampled come after all others.
+            counts = jnp.zeros(model.vocab_size, jnp.int32)
+            for first, stop in model.unused_ids:
+                counts = counts.at[first:stop].set(-1)
+            counts = reshard(counts, None)
+        overlap = jnp.zeros(self.depth, jnp.float32, out_sharding=axes(None))
+        return DraftHeadState(params, opt_state, overlap, counts)
+
+    def step(self, module, grads, scalars):
+        tokens = scalars["head_tokens"]
+        overlap = scalars["head_overlap"] / jnp.maximum(tokens, 1)
+        overlap = jnp.where(tokens > 0, overlap, module.overlap)
+        return dataclasses.replace(super().step(module, grads, scalars), overlap=overlap)
+
+    def metrics(self, total):
+        tokens = max(total("head_tokens"), 1)
+        return {"draft_head/overlap": total("head_overlap")[0] / tokens}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +151,13 @@ class UpdateSpec:
     draft_head: DraftHeadTraining | None = None
     token_budget: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
+
+    @property
+    def trained(self) -> dict[str, Training]:
+        """Return how each module of `PolicyState` is trained, by its name."""
+        policy = Training(self.optimizer)
+        modules = {"policy": policy, "critic": self.critic, "draft_head": self.draft_head}
+        return {name: training for name, training in modules.items() if training}
 
 
 def make_update_spec(
@@ -132,7 +214,7 @@ def _make_critic(config) -> Critic:
     rate = settings.learning_rate
     schedule = _after_ramp(optax.constant_schedule(rate), rate, settings.schedule_warmup)
     optimizer = make_optimizer(config.updates, schedule)
-    return Critic(settings.kind, settings.coef, settings.clip, optimizer)
+    return Critic(optimizer, settings.kind, settings.coef, settings.clip)
 
 
 def _make_head_training(config, model: ModelConfig) -> DraftHeadTraining:
@@ -199,31 +281,11 @@ def init_policy_state(
     trained: all weights, or adapters of the weights `base_params`. draft_head: one that is trained
     already; None: a new one, where there is to be any.
     """
-    state = PolicyState(trained, jax.jit(update_spec.optimizer.init)(trained))
-    model = update_spec.model
-    policy = lora.adapted(model, trained, base_params)
-    if update_spec.draft_head is not None:
-        draft_head = draft_head or init_head_state(update_spec, policy)
-        state = dataclasses.replace(state, draft_head=draft_head)
-    if update_spec.critic is None:
-        return state
-    critic = init_critic(model, update_spec.critic.kind, policy)
-    opt_state = jax.jit(update_spec.critic.optimizer.init)(critic)
-    return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
-
-
-def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
-    """Return the policy's draft head before its first update."""
-    settings = update_spec.draft_head
-    model = update_spec.model
-    params = init_draft_head(model, policy)
-    opt_state = jax.jit(settings.optimizer.init)(params)
-    counts = None
-    if settings.vocab:
-        # Tokens that are never sampled come after all others.
-        counts = jnp.zeros(model.vocab_size, jnp.int32)
-        for first, stop in model.unused_ids:
-            counts = counts.at[first:stop].set(-1)
-        counts = reshard(counts, None)
-    overlap = jnp.zeros(settings.depth, jnp.float32, out_sharding=axes(None))
-    return DraftHeadState(params, opt_state, overlap, counts)
+    modules = {"policy": Module(trained, jax.jit(update_spec.optimizer.init)(trained))}
+    if draft_head is not None:
+        modules["draft_head"] = draft_head
+    policy = lora.adapted(update_spec.model, trained, base_params)
+    for name, training in update_spec.trained.items():
+        if name not in modules:
+            modules[name] = training.begin(update_spec.model, policy)
+    return PolicyState(modules)

@@ -82,7 +82,7 @@ def _measure_case(config) -> tuple[dict[str, Any], int]:
     needed = max(programs.needed_bytes(x, compiled[x.name], kept) for x in listed)
 
     def step() -> float:
-        return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.policy_state.params))
+        return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.policy_state.modules))
 
     with run.responder.pool:
         first = step()

@@ -101,7 +101,7 @@ class AbstractRun:
 
     @functools.cached_property
     def policy(self) -> Params:
-        return lora.adapted(self.model, self.state.params, self.base_params)
+        return lora.adapted(self.model, self.state.policy.params, self.base_params)
 
     @functools.cached_property
     def reference_policy(self) -> Params | None:

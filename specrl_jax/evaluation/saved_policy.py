@@ -196,12 +196,12 @@ def _read_params(
         raise ValueError(f"{run} holds no checkpoint; train it first")
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
-        like: dict[str, Any] = {"train": {"params": abstract_trained(shape)}}
+        like: dict[str, Any] = {"train": {"policy": {"params": abstract_trained(shape)}}}
         own_base = shape.lora and config.warmup.steps and not config.model.source
         if own_base:
             like["reference"] = abstract_params(shape)
         arrays, host = checkpoints.restore(number, like, partial=True)
-    params = arrays["train"]["params"]
+    params = arrays["train"]["policy"]["params"]
     if shape.lora is None:
         return number, params
     base = arrays["reference"] if own_base else _read_base(config, tokenizer, host)

@@ -67,7 +67,7 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
     own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
     counts = count_tokens(head.counts, rollout.tokens.ids, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
-    state.policy_state = dataclasses.replace(state.policy_state, draft_head=head)
+    state.policy_state = state.policy_state.replace(draft_head=head)
 
 
 def _update_by_mini_batches(

@@ -253,7 +253,7 @@ class RunState:
     @property
     def updates(self) -> int:
         """Updates of the policy that were made."""
-        (_, count), *_ = optax.tree.get_all_with_path(self.policy_state.opt_state, "count")
+        (_, count), *_ = optax.tree.get_all_with_path(self.policy_state.policy.opt_state, "count")
         return int(hosts.fetch(count))
 
     def base_params(self, model: ModelConfig) -> Params | None:
@@ -262,7 +262,7 @@ class RunState:
 
     def policy(self, model: ModelConfig) -> Params:
         """Return the policy's weights as they are now."""
-        return adapted(model, self.policy_state.params, self.base_params(model))
+        return adapted(model, self.policy_state.policy.params, self.base_params(model))
 
     def rollout_weights(self, run: Run) -> Params:
         """Return a copy of the current weights, with the draft head's, on the mesh of rollouts."""
@@ -276,7 +276,8 @@ class RunState:
 
     def arrays(self) -> dict[str, Any]:
         """Return the device's part of a checkpoint."""
-        return {"train": self.policy_state} | {name: x.arrays() for name, x in self.parts.items()}
+        trained = {"train": self.policy_state.modules}
+        return trained | {name: x.arrays() for name, x in self.parts.items()}
 
     def host(self) -> dict[str, Any]:
         """Return the host's part of a checkpoint, JSON-able."""
@@ -288,7 +289,7 @@ class RunState:
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Take over a checkpoint; a part that it does not have stays as it is."""
         self.step = host["step"]
-        self.policy_state = arrays["train"]
+        self.policy_state = PolicyState(arrays["train"])
         self.skipped_in_row = host["skipped_in_row"]
         self.tokens_generated = host.get("tokens_generated", 0)
         self.seconds = host.get("seconds", 0.0)

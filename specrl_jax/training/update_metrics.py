@@ -12,13 +12,6 @@ from specrl_jax.config import flatten
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch
 
-# Stage → what its scalars begin with, the field of its learning rate.
-_STAGES = {
-    "policy": ("", "updates.learning_rate"),
-    "critic": ("critic_", "critic.learning_rate"),
-    "draft head": ("head_", "rollout.head.learning_rate"),
-}
-
 
 def drop_skipped_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
@@ -31,29 +24,30 @@ def drop_skipped_updates(
     fields = dict(flatten(run.config))
     made = []
     for scalars in history:
-        stage, name = _first_nonfinite(scalars)
+        module, name = _first_nonfinite(run, scalars)
         if not name:
             made.append(scalars)
             state.skipped_in_row = 0
             continue
-        prefix, field = _STAGES[stage]
+        training = run.update_spec.trained[module]
+        value = scalars[training.prefix + name]
         state.skipped_in_row += 1
         skippable = name in ("loss", "grad_norm")
         if not skippable or state.skipped_in_row >= fields["updates.skip_nonfinite"]:
             row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
             raise FloatingPointError(
-                f"step {state.step}: {stage}: {name} is {scalars[prefix + name]}{row}; "
-                f"lower {field}, now {fields[field]}"
+                f"step {state.step}: {module.replace('_', ' ')}: {name} is {value}{row}; "
+                f"lower {training.rate}, now {fields[training.rate]}"
             )
     return made
 
 
-def _first_nonfinite(scalars: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Return (stage, name) of the first scalar that is not finite, or empty."""
+def _first_nonfinite(run: Run, scalars: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Return (module, name) of the first scalar that is not finite, or empty."""
     for name in ("loss", "grad_norm", "weight_norm", "moments"):
-        for stage, (prefix, _) in _STAGES.items():
-            if not np.isfinite(scalars.get(prefix + name, 0.0)):
-                return stage, name
+        for module, training in run.update_spec.trained.items():
+            if not np.isfinite(scalars.get(training.prefix + name, 0.0)):
+                return module, name
     return "", ""
 
 
@@ -101,14 +95,9 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
-    if run.update_spec.critic:
-        tokens = max(total("tokens"), 1)  # a batch may hold none
-        metrics["critic/loss"] = mean("critic_loss")
-        metrics["critic/clip_fraction"] = total("critic_clipped") / tokens
-        metrics["critic/grad_norm"] = mean("critic_grad_norm")
-    if run.update_spec.draft_head:
-        tokens = max(total("head_tokens"), 1)
-        metrics["draft_head/loss"] = mean("head_loss")
-        metrics["draft_head/overlap"] = total("head_overlap")[0] / tokens
-        metrics["draft_head/grad_norm"] = mean("head_grad_norm")
+    for name, training in run.update_spec.trained.items():
+        if prefix := training.prefix:
+            metrics[f"{name}/loss"] = mean(f"{prefix}loss")
+            metrics[f"{name}/grad_norm"] = mean(f"{prefix}grad_norm")
+        metrics |= training.metrics(total)
     return metrics

@@ -141,7 +141,7 @@ def supervise(
                     f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )
         print(f"  step {step}: {scalars['loss'][-1]:.3f} nats/token", flush=True)
-    return state.params, state.draft_head
+    return state.policy.params, state.draft_head
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -167,7 +167,7 @@ def _run(
             responses = gather_tokens(tokens, columns)
             counts = count_tokens(state.draft_head.counts, responses, batch.mask)
             head = dataclasses.replace(state.draft_head, counts=counts)
-            state = dataclasses.replace(state, draft_head=head)
+            state = state.replace(draft_head=head)
         return update(update_spec, state, batch, unpacked(tokens, prompt_lens, slots), base_params)
 
     return jax.lax.scan(step, state, batches)

@@ -372,7 +372,7 @@ def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
     steps = len(undrafted)
     weights = [saved(workdir, steps) for workdir in (plain, drafted)]
     for name, array in weights[0].items():
-        if name.startswith("train.params"):
+        if name.startswith("train.policy.params"):
             np.testing.assert_allclose(array, weights[1][name], atol=2e-4, err_msg=name)
     # Absent where the first mini-batch has no signal.
     gaps = [r.get("policy/rollout_train_logprob_gap") for r in undrafted]

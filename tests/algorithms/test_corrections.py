@@ -165,7 +165,7 @@ def test_current_log_probs_make_the_run_of_recomputed_ones(mesh, tmp_path):
         assert steps[0]["policy/importance_mean"] == pytest.approx(1, abs=1e-4)
         assert steps[0]["policy/rollout_train_logprob_gap"] < 1e-4
         policies[old] = {
-            name: x for name, x in saved(tmp_path / old, 2).items() if "train.params" in name
+            name: x for name, x in saved(tmp_path / old, 2).items() if "train.policy.params" in name
         }
     assert [r["policy/ratio_mean"] for r in records(tmp_path / "current")[1:]] == [1, 1]
     for name, value in policies["recompute"].items():

@@ -41,7 +41,7 @@ def begin(update_spec):
         counts = put(np.arange(ref.MODEL.vocab_size, dtype=np.int32) % 5, None)
     overlap = put(np.float32(OVERLAPS), None)
     head = dataclasses.replace(head, params=params, counts=counts, overlap=overlap)
-    return dataclasses.replace(state, draft_head=head)
+    return state.replace(draft_head=head)
 
 
 def plain_loss(head_params, params, batch, ids):
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_rows_alone(mesh, vocab, chunk):
     ids = np.array([2, 3, 4, 8, 9]) if vocab else np.arange(ref.MODEL.vocab_size)
     value = jax.value_and_grad(plain_loss, has_aux=True)
     (loss, overlap), want = jax.jit(functools.partial(value, batch=batch, ids=ids))(
-        head.params, state.params
+        head.params, state.policy.params
     )
     packed = ref.pack(batch, update_spec, chunk=chunk)
     after, sums = update(update_spec, state, ref.on_mesh(batch), packed)
@@ -111,10 +111,10 @@ def test_the_policy_learns_bit_for_bit_the_same(mesh):
         for _ in range(3):
             state, _ = step(state, batch, packed)
         states.append(state)
-    without, beside = states
     for name in ("params", "opt_state"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(without, name), getattr(beside, name))
-    assert beside.draft_head.overlap[0] > 0
+        one, other = (getattr(state.policy, name) for state in states)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert states[1].draft_head.overlap[0] > 0
 
 
 def test_the_head_comes_to_say_what_the_policy_says(mesh):

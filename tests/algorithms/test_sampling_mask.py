@@ -137,7 +137,7 @@ class World:
             ref_logprobs = logprobs(spec, place(reference), packed, batch.support)
             batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
         state, sums = update(spec, init_policy_state(spec, place(weights)), batch, packed)
-        return state.opt_state, sums
+        return state.policy.opt_state, sums
 
 
 def differentiate(weights: dict, function):
@@ -229,7 +229,7 @@ def test_drafts_change_nothing(train):
     assert records(drafted)[-1]["rollout/reuse_fraction"] > 0
     mine, theirs = saved(drafted, 4), saved(plain, 4)
     np.testing.assert_array_equal(mine["store.tokens.ids"], theirs["store.tokens.ids"])
-    for name in (x for x in mine if x.startswith("train.params")):
+    for name in (x for x in mine if x.startswith("train.policy.params")):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 

@@ -110,16 +110,17 @@ def _plain_values(trunk, head, batch: Batch, row: int):
 def test_a_critic_learns_beside_the_policy(mesh, kind):
     """Both gradients are those of policy loss + coef x value loss, written row by row."""
     rng = np.random.default_rng(8)
-    critic = Critic(kind, coef=0.7, clip=0.3, optimizer=ref.GRADIENT)
+    critic = Critic(ref.GRADIENT, kind, coef=0.7, clip=0.3)
     update_spec = dataclasses.replace(ref.LEARNER, critic=critic)
     values, returns = rng.normal(0, 0.5, (2, ref.ROWS, ref.RESPONSE)).astype(np.float32)
     batch = dataclasses.replace(ref.host_batch(), values=values, returns=returns)
     state = init_policy_state(update_spec, ref.place_params())
-    assert not np.any(state.critic["head"])
-    start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
+    fresh = state.modules["critic"]
+    assert not np.any(fresh.params["head"])
+    start = fresh.params | {"head": put(rng.normal(size=8).astype(np.float32), None)}
     if kind == "network":  # it begins as the policy; here it has moved on
         start["decoder"] = jax.tree.map(lambda x: x + 0.1, start["decoder"])
-    state = dataclasses.replace(state, critic=start)
+    state = state.replace(critic=dataclasses.replace(fresh, params=start))
 
     def loss(params, critic):
         trunk, errors = critic.get("decoder", params), []
@@ -143,8 +144,8 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
         ref.place_params(), start
     )
     state, metrics = update(update_spec, state, placed, packed)
-    assert ref.distance(state.opt_state, want[0]) <= 2e-6
-    assert ref.distance(state.critic_opt_state, want[1]) <= 2e-6
+    assert ref.distance(state.policy.opt_state, want[0]) <= 2e-6
+    assert ref.distance(state.modules["critic"].opt_state, want[1]) <= 2e-6
     np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
     plain = ref.gradient(ref.LEARNER, ref.host_batch())[1]

@@ -35,7 +35,7 @@ def test_packed_rows_of_local_layers_give_the_gradient_of_padded_rows(mesh, pack
         spec = dataclasses.replace(ref.LEARNER, model=WINDOW, packing=packing)
         state = init_policy_state(spec, transformer.place_params(WINDOW, params))
         state, sums = update(spec, state, batch, ref.pack(batch, spec))
-        return state.opt_state, sums["loss"]
+        return state.policy.opt_state, sums["loss"]
 
     got, loss = gradient_by(packing)
     want, padded_loss = gradient_by("rows")
@@ -90,7 +90,7 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
     changes = dict(ALGORITHMS[name])
     kind = changes.pop("critic", None)
     keeps_mask = changes.pop("keeps_mask", False)
-    critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=ref.GRADIENT)
+    critic = kind and Critic(ref.GRADIENT, kind, coef=0.7, clip=0.3)
     loss = dataclasses.replace(ref.LOSS, **changes)
     rows = dataclasses.replace(ref.LEARNER, loss=loss, critic=critic, packing="rows")
     tries = dataclasses.replace(rows, packing="trie")
@@ -113,12 +113,14 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
                 )
                 if critic:
                     head = put(np.random.default_rng(8).normal(size=8).astype(np.float32), None)
-                    state = dataclasses.replace(state, critic=state.critic | {"head": head})
+                    module = state.modules["critic"]
+                    module = dataclasses.replace(module, params=module.params | {"head": head})
+                    state = state.replace(critic=module)
                 packed = ref.pack(batch, update_spec, range(8))
-                read = logprobs(update_spec, state.params, packed, batch.support)
+                read = logprobs(update_spec, state.policy.params, packed, batch.support)
                 values = critic_values(update_spec, state, packed) if critic else None
                 state, metrics = update(update_spec, state, batch, packed)
-                gradients = state.opt_state, state.critic_opt_state
+                gradients = {name: module.opt_state for name, module in state.modules.items()}
                 by_seed.append(jax.device_get((gradients, metrics["loss"], read, values)))
         return by_seed
 

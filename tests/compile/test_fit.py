@@ -75,7 +75,7 @@ def test_the_rows_that_fit_are_in_the_spec(make_mesh, shape):
 
 def test_an_evaluation_takes_the_rows_that_fit_beside_the_policy(mesh, monkeypatch):
     run = run_of({"evaluate.every": 1})
-    params = run.state.params
+    params = run.state.policy.params
     monkeypatch.setattr(memory, "device_memory", lambda: (2.0**40, "this machine"))
     spec = fit.fit_evaluation(run.eval_spec, run.weights, params, rows=64)
     assert spec.buckets(64).sizes[0] == 64

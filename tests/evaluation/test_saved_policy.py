@@ -72,9 +72,9 @@ def test_the_weights_are_those_of_the_checkpoint(main, run):
     policy = _open(run)
     arrays = saved(run, 3)
     assert policy.step == 3
-    np.testing.assert_array_equal(policy.params["embed"], arrays["train.params.embed"])
-    names = {f"train.params.layers.{name}" for name in policy.params["layers"]}
-    assert names == {name for name in arrays if name.startswith("train.params.layers.")}
+    np.testing.assert_array_equal(policy.params["embed"], arrays["train.policy.params.embed"])
+    names = {f"train.policy.params.layers.{name}" for name in policy.params["layers"]}
+    assert names == {name for name in arrays if name.startswith("train.policy.params.layers.")}
 
 
 def test_best_is_the_checkpoint_with_the_highest_held_out_reward(main, run):
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_refused(main, run, tmp_path):
     shutil.rmtree(copy / "checkpoints" / "3" / "arrays")
     shutil.copytree(run / "checkpoints" / "2" / "arrays", copy / "checkpoints" / "3" / "arrays")
     before = files(copy)
-    with pytest.raises(ValueError, match=r"/3 is damaged: .*train.params.* is not what was saved"):
+    with pytest.raises(ValueError, match=r"/3 is damaged: .*train.policy.params.* is not what"):
         _open(copy)
     assert files(copy) == before
 

@@ -351,7 +351,7 @@ def test_equal_advantages_have_no_gradient_in_the_mean(mesh, packing, chunk, cha
         placed = on_mesh(batch)
         packed = pack(placed, spec, range(len(rows)))
         state, sums = update(spec, init_policy_state(spec, place(0.0)), placed, packed)
-        return state.opt_state, sums
+        return state.policy.opt_state, sums
 
     norm = lambda x: math.sqrt(sum(float(jnp.sum(y**2)) for y in jax.tree.leaves(x)))  # noqa: E731
     plain, _ = gradient()

@@ -42,7 +42,9 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path, monkeyp
         signal = [record["update/signal_fraction"] for record in steps]
         assert all(0 < x < 1 for x in signal) if skip else signal == [1, 1]
         computed[skip] = sum(record["update/computed_fraction"] for record in steps)
-        policies[skip] = {n: x for n, x in saved(run, 2).items() if n.startswith("train.params.")}
+        policies[skip] = {
+            n: x for n, x in saved(run, 2).items() if n.startswith("train.policy.params.")
+        }
     assert 0 < computed[True] < computed[False]
     for name, value in policies[False].items():
         np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
@@ -144,15 +146,15 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
     def parts_of(prefix):
         return [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
 
-    policies = parts_of("train.params.")
-    moments = parts_of("train.opt_state.")
-    critics = parts_of("train.critic.")
+    policies = parts_of("train.policy.params.")
+    moments = parts_of("train.policy.opt_state.")
+    critics = parts_of("train.critic.params.")
     for parts in (policies, moments):
         assert all(np.array_equal(x, parts[1][n]) for n, x in parts[0].items())
         assert not all(np.array_equal(x, parts[2][n]) for n, x in parts[0].items())
     assert not any(x.any() for x in moments[1].values())
     assert not any(np.array_equal(x, critics[1][n]) for n, x in critics[0].items())
-    assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
+    assert ("train.critic.params.decoder.embed" in critics[0]) == (kind == "network")
 
 
 @pytest.mark.slow
