@@ -297,16 +297,15 @@ PROMPT = (4, 1)
 LONGEST = 2
 
 
-@pytest.mark.parametrize("packing", ["trie", "rows"])
-@pytest.mark.parametrize("chunk", [1, 64])
 @pytest.mark.parametrize(
-    "changes",
+    ("packing", "chunk", "changes"),
     [
-        {},
-        {"importance_cap": 1.2},
-        {"old_logprobs": "rollout", "objective": "dppo", "clip_low": 0.03, "clip_high": 0.03},
+        ("trie", 1, {}),
+        ("rows", 64, {"importance_cap": 1.2}),
+        ("trie", 64, {"old_logprobs": "rollout", "objective": "dppo", "clip_low": 0.03,
+                      "clip_high": 0.03}),
     ],
-)
+)  # fmt: skip
 def test_equal_advantages_have_no_gradient_in_the_mean(mesh, packing, chunk, changes):
     """All responses of a stale sampler, each as often as it writes it; without the term they have.
 
