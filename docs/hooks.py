@@ -99,7 +99,7 @@ def _lines(section, comments: dict[str, str]) -> list[str]:
 
 
 def _code(lines: list[str]) -> str:
-    return "\n".join(["```python", *lines, "```"]).replace("```python\n\n", "```python\n")
+    return "\n".join(["```text", *lines, "```"]).replace("```text\n\n", "```text\n")
 
 
 def configuration_page() -> str:

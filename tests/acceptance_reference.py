@@ -6,13 +6,14 @@ import math
 import jax
 import numpy as np
 
-from specrl_jax.rollout import acceptance, sampling
-from specrl_jax.rollout.acceptance import RandomCut, Ratio, Residual
+from specrl_jax.models import row_slices
+from specrl_jax.rollout import block, sampling
+from specrl_jax.rollout.acceptance import RandomCut, Ratio
 from specrl_jax.sharding import put
 
 accept_threshold = jax.jit(Ratio.accept_threshold)
 random_cut = jax.jit(RandomCut().cut)
-count_leading = jax.jit(acceptance.count_leading)
+count_leading = jax.jit(row_slices.count_leading)
 logprobs_at = jax.jit(sampling.logprobs_at)
 
 
@@ -25,7 +26,7 @@ def likeliest_tokens(scores, k):
 
 @jax.jit
 def residual_scores(scores, top_ids, top_logprobs, other_tokens, log_scale):
-    return Residual(top_ids, top_logprobs, other_tokens, log_scale).weigh(scores)
+    return block.Residual(top_ids, top_logprobs, other_tokens, log_scale).weigh(scores)
 
 
 def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:
@@ -50,7 +51,7 @@ def softmax(scores) -> np.ndarray:
 
 @jax.jit
 def _accept(uniforms, arguments, lens):
-    return acceptance.verify_block(uniforms, *arguments, lens)
+    return block.verify_block(uniforms, *arguments, lens)
 
 
 def accept_block(uniforms, arguments, lens):

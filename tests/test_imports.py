@@ -53,7 +53,10 @@ ALLOWED = {
     "rollout/__init__": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
-    "rollout/acceptance": {"models", "rollout/one_pass", "rollout/sampling", "types"},
+    "rollout/acceptance": {
+        "models", "rollout/block", "rollout/one_pass", "rollout/sampling", "types",
+    },
+    "rollout/block": {"models", "rollout/sampling"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
         "abstract", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
@@ -64,7 +67,7 @@ ALLOWED = {
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
         "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
-        "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
+        "rollout/block", "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
         "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},

@@ -46,3 +46,10 @@ def _write_indices(row: Array, values: Array, start: Array, axis: int) -> Array:
     return row.at[slots].set(
         values, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True
     )
+
+
+def count_leading(accept_BW: Array, lens_B: Array) -> Array:
+    """Count the leading True within each row's first `lens` entries, int32 [B]."""
+    width = accept_BW.shape[1]
+    offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
+    return jnp.min(jnp.where(accept_BW & (offsets < lens_B[:, None]), width, offsets), axis=1)

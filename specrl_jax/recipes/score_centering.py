@@ -34,11 +34,8 @@ from specrl_jax.algorithms.terms import Term, TokenValues
 from specrl_jax.config.fields import Check, Section, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB, scores_at
-from specrl_jax.rollout.acceptance import (
-    LEAST_REST,
-    AcceptanceRule,
-    outcomes,
-)
+from specrl_jax.rollout.acceptance import AcceptanceRule
+from specrl_jax.rollout.emitted import LEAST_REST, outcomes
 from specrl_jax.training.state import Stage, Staged
 from specrl_jax.types import Batch, Rollout
 

@@ -58,11 +58,11 @@ class Forks:
 
     @staticmethod
     def asked_by(config) -> str:
-        return "rollout.fork.segment" if config.rollout.fork.segment else ""
+        return "treepo.segment" if config.treepo.segment else ""
 
     @classmethod
     def from_config(cls, config) -> "Forks":
-        return cls(**config.rollout.fork)
+        return cls(**config.treepo)
 
     def __call__(
         self,
@@ -204,7 +204,7 @@ class TreeConfig(AdvantageConfig):
 
     @classmethod
     def of(cls, config, group_size: int) -> "TreeConfig":
-        return cls.from_config(config, group_size, segment=config.rollout.fork.segment)
+        return cls.from_config(config, group_size, segment=config.treepo.segment)
 
 
 def prefix_relative(rewards: Array, tokens: Array, lens: Array, config: TreeConfig) -> Array:
@@ -265,8 +265,8 @@ def _by_prefix(rewards: Array, batch: Batch, config: TreeConfig) -> Estimate:
 
 def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of advantages over shared beginnings."""
-    rule = "another one where rollout.fork.segment is 0 (no responses fork)"
-    yield "algorithm.advantage", rule, config.rollout.fork.segment > 0
+    rule = "another one where treepo.segment is 0 (no responses fork)"
+    yield "algorithm.advantage", rule, config.treepo.segment > 0
 
 
 ADVANTAGES = {"tree": Advantage(estimate, TreeConfig.of, rules=rules)}
@@ -274,27 +274,28 @@ ADVANTAGES = {"tree": Advantage(estimate, TreeConfig.of, rules=rules)}
 
 # Configuration ------------------------------------------------------------------------------------
 
-_ON = When("rollout.fork.segment", lambda c: c.rollout.fork.segment > 0, "4")
+_ON = When("treepo.segment", lambda c: c.treepo.segment > 0, "4")
 # fmt: off
-SECTIONS = (Section("rollout.fork", "a group grows from few responses (TreePO)", (
+SECTIONS = (Section("treepo", "a group grows from few responses (TreePO)", (
     field("segment", 0, "tokens after which unfinished responses fork; 0: off; TreePO 512",
           integer()),
     field("roots", 2, "responses that a group begins with; TreePO 2 to 8", integer(1)),
     field("branches", 2, "continuations of a response that forks; TreePO 2", integer(2)),
 ), on=_ON),)
 # fmt: on
+RENAMED = {f"rollout.fork.{name}": f"treepo.{name}" for name in ("segment", "roots", "branches")}
 
 
 def _rules(config: Values) -> Iterator[Check]:
     rollout = config.rollout
-    fork = rollout.fork
+    fork = config.treepo
     if not fork.segment:
         return
-    where = "where rollout.fork.segment is > 0"
+    where = "where treepo.segment is > 0"
     rule = f"< rollout.response_len = {rollout.response_len}"
-    yield "rollout.fork.segment", rule, fork.segment < rollout.response_len
+    yield "treepo.segment", rule, fork.segment < rollout.response_len
     rule = f"<= rollout.group_size = {rollout.group_size}"
-    yield "rollout.fork.roots", rule, fork.roots <= rollout.group_size
+    yield "treepo.roots", rule, fork.roots <= rollout.group_size
     rule = f"match {where} (other rules draw with the noise of the row itself)"
     yield "rollout.accept", rule, acceptance_rule(config).samples_anew
     rule = f"0 {where} (a response has the noise of those that it forked from)"

@@ -54,7 +54,7 @@ LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
 CURRENT = {"updates.old_logprobs": "current"}
 ONE_UPDATE = {"updates.mini_batch_size": 32}
 TURNS = {"algorithm.advantage": "turn", "environment.name": "guess"}
-FORKS = MATCH | {"rollout.fork.segment": 2}
+FORKS = MATCH | {"treepo.segment": 2}
 GDPO = {"algorithm.advantage": "gdpo", "reward.name": "exact+format"}
 DPO = {"algorithm.advantage": "pair", "algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
 PAIRS = {"updates.select": "outer_pairs"}
@@ -90,16 +90,16 @@ IMPOSSIBLE = [
     ({"algorithm.advantage": "turn"}, "environment.name", "an environment where .* is turn"),
     (TURNS | {"updates.select": "outer_pairs"}, "updates.select", "all where .* is turn"),
     (TURNS | DAPO, "algorithm.dynamic_sampling", "False where .* is turn"),
-    ({"algorithm.advantage": "tree"}, "algorithm.advantage", "rollout.fork.segment is 0"),
-    (FORKS | {"rollout.fork.segment": 6}, "rollout.fork.segment", "< rollout.response_len = 6"),
-    (FORKS | {"rollout.fork.roots": 9}, "rollout.fork.roots", "<= rollout.group_size = 8"),
-    (FORKS | {"rollout.accept": "ratio"}, "rollout.accept", "match where rollout.fork.segment is"),
+    ({"algorithm.advantage": "tree"}, "algorithm.advantage", "treepo.segment is 0"),
+    (FORKS | {"treepo.segment": 6}, "treepo.segment", "< rollout.response_len = 6"),
+    (FORKS | {"treepo.roots": 9}, "treepo.roots", "<= rollout.group_size = 8"),
+    (FORKS | {"rollout.accept": "ratio"}, "rollout.accept", "match where treepo.segment is"),
     (FORKS | {"rollout.noise_epochs": 2, "rollout.noise_refresh": 0.5}, "rollout.noise_refresh",
-     "0 where rollout.fork.segment is"),
-    (FORKS | {"rollout.run_ahead": True}, "rollout.run_ahead", "fork.segment is > 0"),
-    (FORKS | {"rollout.partial": 2}, "rollout.partial", "fork.segment is > 0"),
-    (FORKS | GUESS, "environment.name", "fork.segment is > 0"),
-    (FORKS | SPEED, "curriculum.name", "does not screen where rollout.fork.segment is"),
+     "0 where treepo.segment is"),
+    (FORKS | {"rollout.run_ahead": True}, "rollout.run_ahead", "treepo.segment is > 0"),
+    (FORKS | {"rollout.partial": 2}, "rollout.partial", "treepo.segment is > 0"),
+    (FORKS | GUESS, "environment.name", "treepo.segment is > 0"),
+    (FORKS | SPEED, "curriculum.name", "does not screen where treepo.segment is"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
     (GUESS | {"rollout.accept": "random"}, "rollout.accept", "environment.name is set"),
     ({"model.source": "a/b"}, "tokenizer.source", "of a model where model.source is 'a/b'"),

@@ -48,13 +48,37 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
     )
 
 
-# Words of recipes. The advantage by shared beginnings, in advantages.py, is not one yet.
+def test_a_table_has_the_choices_of_recipes(monkeypatch):
+    """What a recipe imports from the core is not its own; a name is used once."""
+    table = recipes.Table("SIDES", {"left": 1})
+    added = types.SimpleNamespace(SIDES={"right": 2})
+    monkeypatch.setattr(recipes, "_modules", lambda: [types.SimpleNamespace(SIDES=table), added])
+    assert list(table.items()) == [("left", 1), ("right", 2)]
+    assert table.added == ["right"]
+    table["up"] = 3  # as a user adds one
+    assert table["up"] == 3
+    twice = recipes.Table("SIDES", {"right": 1})
+    with pytest.raises(ValueError, match="SIDES must have each name once, got 'right' twice"):
+        list(twice)
+
+
+def test_all_that_ask_for_a_slot_have_it(monkeypatch):
+    guests = [_guest("updates.token_budget", on) for on in (True, False, True)]
+    monkeypatch.setattr(recipes, "_modules", _modules(*guests, slot="STAGE"))
+    assert recipes.all_chosen(small_config(), "STAGE") == [guests[0], guests[2]]
+
+
+# Words of recipes.
 GUESTS = re.compile(
-    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris", re.IGNORECASE
+    r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris"
+    r"|gdpo|\bdpo\b|preference|superrl|shuffle.?r1|outer_pairs|c3po|mopps|e2h|easy_to_hard"
+    r"|solution_coef|turn_discount|prefix_relative",
+    re.IGNORECASE,
 )
 CORE = (
     "train.py", "types.py", "settings.py", "training", "rollout", "algorithms", "config",
-    "command_line",
+    "command_line", "agents/settings.py", "data/curriculum.py", "data/settings.py",
+    "models/settings.py", "rewards/settings.py",
 )  # fmt: skip
 
 
@@ -64,7 +88,7 @@ def test_the_core_names_no_recipe():
     named = {
         f"{file.relative_to(package)}: {word[0]}"
         for file in files
-        if file.is_file() and file.name != "advantages.py"
+        if file.is_file()
         for word in GUESTS.finditer(file.read_text())
     }
     assert not named

@@ -21,7 +21,8 @@ from specrl_jax.algorithms.update_spec import init_policy_state
 from specrl_jax.models import transformer
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.recipes.score_centering import Centering, centering, emitted_parts, log_ratios
-from specrl_jax.rollout.acceptance import Ratio, logprobs_of_ids, outcomes
+from specrl_jax.rollout.acceptance import Ratio
+from specrl_jax.rollout.emitted import logprobs_of_ids, outcomes
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey

@@ -241,7 +241,7 @@ def test_groups_have_their_exact_law(mesh):
 # --- runs -----------------------------------------------------------------------------------------
 
 RUN = {
-    "rollout.fork.segment": 2, "rollout.accept": "match", "rollout.noise_epochs": 2,
+    "treepo.segment": 2, "rollout.accept": "match", "rollout.noise_epochs": 2,
     "rollout.draft": "previous",
     "rollout.row_buckets": 1, "algorithm.advantage": "tree", "checkpoint.every": 2,
     "reward.name": "small_runs:score_first_letter",

@@ -22,9 +22,8 @@ from jax import Array
 
 from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache
-from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.models.row_slices import count_leading, read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec

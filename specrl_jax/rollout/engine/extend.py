@@ -34,7 +34,8 @@ from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
 from specrl_jax.models.row_slices import gather_tokens, read_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
-from specrl_jax.rollout.acceptance import DraftTokens, Residual
+from specrl_jax.rollout.acceptance import DraftTokens
+from specrl_jax.rollout.block import Residual
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.shapes import RolloutShapes
