@@ -51,6 +51,7 @@ ALLOWED = {
     "rewards": {"inputs", "sandbox", "types"},
     "sandbox": {"inputs"},
     "rollout/__init__": set(),
+    "rollout/emitted": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
     "rollout/acceptance": {
@@ -67,8 +68,8 @@ ALLOWED = {
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
         "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
-        "rollout/block", "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
-        "rollout/sampling", "rollout/stop_strings", "sharding", "types",
+        "rollout/block", "rollout/drafts", "rollout/emitted", "rollout/one_pass",
+        "rollout/requests", "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},

@@ -54,7 +54,7 @@ class AcceptanceRule:
     # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
     # means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
     importance_weight: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
-    # (π, π_old) [..., k + 1], from `emitted.outcomes` -> chance that a token is the draft's, and accepted.
+    # (π, π_old) [..., k + 1], from `outcomes` -> chance that a token is the draft's, and accepted.
     # After a rejection the token is from π. None: the rule emits π.
     accepted_probs: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
     # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
