@@ -69,7 +69,8 @@ ALLOWED = {
     "rollout/engine": {
         "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
         "rollout/block", "rollout/drafts", "rollout/emitted", "rollout/one_pass",
-        "rollout/requests", "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding", "types",
+        "rollout/requests", "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding",
+        "types",
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
