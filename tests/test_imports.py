@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages", "recipes",
+    "algorithms/advantages", "algorithms/evidence", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -35,6 +35,7 @@ ALLOWED = {
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE,
+    "algorithms/evidence": {"recipes", "types"},
     "config": {"inputs"},
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
