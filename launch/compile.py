@@ -16,6 +16,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
     sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
 
 import json
+import os
 from pathlib import Path
 
 from absl import flags
@@ -43,7 +44,10 @@ def main() -> None:
             f"are compiled for one after the other, got {config.mesh.rollout_devices}"
         )
 
-    import jax  # reads the environment
+    import jax
+
+    # Its environment is read when it is imported, which the fields of recipes may have done before.
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
     from specrl_jax.abstract import device_bytes
     from specrl_jax.compile import programs

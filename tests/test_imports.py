@@ -18,7 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages", "algorithms/terms", "config/fields", "config/spec", "recipes",
+    "algorithms/advantages", "algorithms/evidence", "algorithms/terms", "config/fields",
+    "config/spec", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -37,6 +38,7 @@ ALLOWED = {
     "algorithms/losses": PURE,
     "algorithms/terms": PURE,
     "algorithms/advantages": PURE,
+    "algorithms/evidence": {"config/fields", "config/spec", "types"},
     "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
