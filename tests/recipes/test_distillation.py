@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +233,23 @@ def test_a_run_comes_nearer_to_its_teacher(mesh, tmp_path, teacher, changes):
     kl = [x["policy/teacher_kl"] for x in lines]
     assert np.mean(kl[-2:]) < kl[0]
     assert all(x["update/signal_fraction"] == 1 for x in lines)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_needs_the_same_teacher(mesh, tmp_path, teacher):
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher, folder)
+    config = small_config({"distill.teacher": str(folder), "train.steps": 2})
+    loop.train(config, tmp_path / "run")
+    config.train.steps = 3
+    model, params = hf.load(str(folder))
+    params["final_norm"] *= 2
+    hf.save(folder, model, params)
+    CharacterTokenizer(config.tokenizer.alphabet).save(folder)
+    line = line_of(loop.train, config, tmp_path / "run")
+    assert line.startswith(
+        "data must be as in the checkpoint: the weights that are not trained were "
+    )
 
 
 def test_what_is_refused(teacher):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import rollout_reference as ref
 from rollout_reference import host, make_spec
 from scipy import special
-from small_runs import line_of, records, small_config
+from small_runs import assert_same_run, interrupt, line_of, records, small_config
 from update_reference import LEARNER, on_mesh, pack
 
 from specrl_jax import train as loop
@@ -27,6 +28,7 @@ from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.settings import schema
+from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.types import Batch, Drafts, Source
 
 V = 6
@@ -429,6 +431,20 @@ def test_a_run_centres_its_scores(mesh, tmp_path, changes):
     loop.train(small_config({"score_centering.top_k": 6} | changes), tmp_path)
     lines = [x for x in records(tmp_path) if "policy/sampler_distance" in x]
     assert max(x["policy/sampler_distance"] for x in lines) > 0.01
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_run(mesh, tmp_path, monkeypatch):
+    """The chances of drafts wait in checkpoints with their batches."""
+    changes = {"rollout.staleness": 1, "checkpoint.every": 2, "score_centering.top_k": 6}
+    config = small_config(LENIENT | changes)
+    loop.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
+        interrupt(MetricsLog, "write", 4, signal.SIGTERM)
+        loop.train(config, tmp_path / "cut")
+    loop.train(config, tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", 6)
 
 
 @pytest.mark.parametrize(
