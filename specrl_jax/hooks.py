@@ -41,6 +41,8 @@ class StandardHooks(Hooks):
         # A reference that is re-read from its source is not in the checkpoint, but it needs memory.
         if state.reference:
             kept["reference"] = (state.reference.params, state.reference.adapters)
+        if run.frozen:
+            kept["frozen"] = run.frozen.params
         programs.compile_run(AbstractRun.of(run), kept)
 
     def after_save(self) -> None:

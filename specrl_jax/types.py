@@ -123,6 +123,9 @@ class Tokens:
     # rule needs distributions, or the update the tokens that could be sampled.
     top_ids: Array | None = None  # int32 [B, T, k]
     top_logprobs: Array | None = None  # float32 [B, T, k]
+    # float32 [B, T, k + 1], chance that a token of the draft was emitted here, by token of top_ids
+    # and of all others; 0 where there was none. Where a recipe asks for it.
+    accepted_probs: Array | None = None
 
     def only(self, *names: str) -> "Tokens":
         """Return the ids and the columns of these names."""
@@ -153,8 +156,11 @@ class Rollout:
     prefix_lens: Array  # int32 [B], tokens accepted from the draft
 
     @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0) -> "Rollout":
-        """Return responses of no tokens; k: likeliest tokens that are kept."""
+    def empty(cls, rows: int, slots: int, k: int = 0, *, accepted: bool = False) -> "Rollout":
+        """Return responses of no tokens.
+
+        k: likeliest tokens that are kept. accepted: with `Tokens.accepted_probs`.
+        """
 
         def zeros(dtype, *rest: int) -> Array:
             dims = axes("batch", *(None,) * len(rest))
@@ -170,6 +176,7 @@ class Rollout:
             draft_logprobs=zeros(jnp.float32, slots),
             top_ids=zeros(jnp.int32, slots, k) if k else None,
             top_logprobs=zeros(jnp.float32, slots, k) if k else None,
+            accepted_probs=zeros(jnp.float32, slots, k + 1) if accepted else None,
         )
         return cls(tokens, lens=zeros(jnp.int32), prefix_lens=zeros(jnp.int32))
 
@@ -198,6 +205,8 @@ class Batch:
     # float32 [B], weight of -log π, which is then a row's only loss: the policy did not write it.
     # 0 for rows that it wrote; None: it wrote all.
     supervised: Array | None = None
+    # [B, ...] by name, columns that terms of the loss read
+    extra: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def mask(self) -> Array:

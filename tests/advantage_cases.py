@@ -3,7 +3,8 @@
 import numpy as np
 from rollout_reference import put_rows
 
-from specrl_jax.algorithms.advantages import ADVANTAGES, AdvantageConfig, Evidence
+from specrl_jax.algorithms.advantages import ADVANTAGES
+from specrl_jax.algorithms.evidence import AdvantageConfig, Evidence
 from specrl_jax.types import Batch
 
 

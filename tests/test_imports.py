@@ -18,7 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 # What of ours a module may import. A folder may import its own files.
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
-    "algorithms/advantages", "config/fields", "config/spec", "recipes",
+    "algorithms/advantages", "algorithms/evidence", "algorithms/terms", "config/fields",
+    "config/spec", "recipes",
 }  # fmt: skip
 ALLOWED = {
     "__init__": set(),
@@ -35,7 +36,9 @@ ALLOWED = {
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
+    "algorithms/terms": PURE,
     "algorithms/advantages": PURE,
+    "algorithms/evidence": {"config/fields", "config/spec", "types"},
     "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
@@ -50,6 +53,7 @@ ALLOWED = {
     "rewards": {"inputs", "sandbox", "types"},
     "sandbox": {"inputs"},
     "rollout/__init__": set(),
+    "rollout/emitted": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
     "rollout/acceptance": {
@@ -66,8 +70,9 @@ ALLOWED = {
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
         "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
-        "rollout/block", "rollout/drafts", "rollout/one_pass", "rollout/requests", "rollout/rows",
-        "rollout/sampling", "rollout/stop_strings", "sharding", "types",
+        "rollout/block", "rollout/drafts", "rollout/emitted", "rollout/one_pass",
+        "rollout/requests", "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding",
+        "types",
     },
     "text": {"inputs", "models/gguf"},
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},

@@ -26,6 +26,7 @@ from specrl_jax.algorithms.corrections import (
     find_masked,
 )
 from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.terms import Term, TokenValues
 from specrl_jax.config.fields import Rules, no_rules
 from specrl_jax.recipes import Table
 from specrl_jax.types import Batch
@@ -46,6 +47,7 @@ class LossConfig:
     entropy_coef: float = 0.0  # η, weight of the entropy
     importance_cap: float = math.inf  # of the batch's importance weights, where it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
+    terms: tuple[Term, ...] = ()  # added to the objective
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
     group_size: int = 1  # G, responses of a group
     max_response_len: int  # tokens, >= 1
@@ -269,14 +271,15 @@ def policy_loss(
     batch: Batch,
     config: LossConfig,
     normalizer: Array | None = None,
+    read: tuple = (),
 ) -> tuple[Array, dict[str, Array]]:
     """Return the loss of a micro-batch, and sums from which exact mini-batch metrics are made.
 
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
-    A token that a mask of `config.masks` leaves out has the loss 0 and counts in the mean, as in
-    IcePop and DeepSeek-V3.2. A token of a row that the policy did not write has −c·log π in place
-    of these terms, c of `Batch.supervised`.
+    The terms of `config.terms` are added. A token that a mask of `config.masks` leaves out has the
+    loss 0 and counts in the mean, as in IcePop and DeepSeek-V3.2. A token of a row that the policy
+    did not write has −c·log π in place of these terms, c of `Batch.supervised`.
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
@@ -284,15 +287,16 @@ def policy_loss(
         outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
         `UpdateSpec.token_budget`; None: the count of these rows.
+    read: `TokenLogprobs.terms` of these rows, [B, R, ...].
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction` (of ratios below
     1: `clip_fraction_low`, of the others: `clip_fraction_high`), `ratio_mean`, `entropy`,
     `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of
     each mask; with weights
     `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights. Tokens that the policy did not write count in none of these, but in
-    `policy/solution_nll`, the sum of -log π and their number. Add them over micro-batches, then
-    `policy_metrics`.
+    weights; by the name of a term's metric its sum and the number of tokens. Tokens that the policy
+    did not write count in none of these, but in `policy/solution_nll`, the sum of -log π and their
+    number. Add them over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -321,6 +325,7 @@ def policy_loss(
         if config.kl_coef and objective.by_token:
             penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
             per_token = per_token + config.kl_coef * penalty
+    weights = None
     if batch.importance_weights is not None:
         weights = jnp.where(mask, batch.importance_weights, 0)
         weights, capped = capped_weights(weights, policies, config.importance_cap)
@@ -329,9 +334,20 @@ def policy_loss(
         per_token_metrics["importance_capped"] = capped.astype(logprobs.dtype)
     if config.entropy_coef:  # exact at each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
+    values = TokenValues(logprobs, token_log_ratio, policies, advantages, weights, batch, None)
+    added = {False: 0.0, True: 0.0}  # by whether the term survives masks
+    own_metrics = {}
+    for term, own in zip(config.terms, read, strict=True):
+        more, metrics = term.per_token(values._replace(read=own), config)
+        added[term.survives_masks] += more
+        own_metrics |= metrics
+    if config.terms:
+        per_token = per_token + added[False]
     for name, masked in find_masked(config.masks, policies, advantages, mask).items():
         per_token = jnp.where(masked, 0, per_token)
         per_token_metrics[f"masked_{name}"] = masked.astype(logprobs.dtype)
+    if config.terms:
+        per_token = per_token + added[True]
     sampled = mask
     sums = {}
     if batch.supervised is not None:
@@ -343,6 +359,8 @@ def policy_loss(
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
     sums |= {name: jnp.sum(x, where=sampled) for name, x in per_token_metrics.items()}
+    for name, values in own_metrics.items():
+        sums[name] = jnp.stack([jnp.sum(values, where=sampled), sums["tokens"]])
     return loss, sums
 
 

@@ -18,6 +18,7 @@ from jax import Array
 from specrl_jax import abstract, hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
@@ -38,6 +39,7 @@ class TokenLogprobs(NamedTuple):
     logprobs: Array  # nats, at the rollout's temperature; among the sampler's tokens, where given
     entropy: Array  # nats
     values: Array | None  # of the state before each token, in units of reward; None: no critic
+    terms: tuple = ()  # of each term of the loss, what it read of the logits, [m, T, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -149,30 +151,39 @@ def slot_logprobs(
     critic: Params | None,
     sequences: Sequences,
     support_mTk: Array | None = None,
+    term_inputs: tuple = (),
+    shared: tuple = (),
 ) -> tuple[TokenLogprobs, Array]:
     """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
     support: from `slot_support`; log-probs are among these tokens, entropies among all.
+    term_inputs, shared: of each term of the loss, what its `read` gets; (): they read nothing.
 
     Returns what the parent's state says of each slot's token, [m, T], and the policy's states
     [m, T, D].
     """
     model = Transformer(update_spec.model, params)
-    states_mTD = _states(model, sequences)
+    states_mTD = hidden_states(model, sequences)
     hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
-    def read_logits(logits: Array, inputs: tuple[Array, Array | None]) -> tuple[Array, Array]:
+    def read_logits(logits: Array, inputs: tuple, *shared: Any) -> tuple[Array, Array, tuple]:
+        tokens, support, term_inputs = inputs
         logits = logits / update_spec.temperature
-        return token_logprobs(logits, *inputs), entropy(logits)
+        terms = zip(update_spec.loss.terms, term_inputs, shared)
+        read = tuple(term.read(logits, own, whole) for term, own, whole in terms)
+        return token_logprobs(logits, tokens, support), entropy(logits), read
 
-    chunk = update_spec.logits_chunk
-    columns = map_tokens(read_logits, model, hidden_mTD, (sequences.tokens, support_mTk), chunk)
+    inputs = (sequences.tokens, support_mTk, term_inputs)
+    logprobs_mT, entropy_mT, read = map_tokens(
+        read_logits, model, hidden_mTD, inputs, update_spec.logits_chunk, shared
+    )
+    columns = TokenLogprobs(logprobs_mT, entropy_mT, values=None, terms=read)
     if critic is None:
-        return TokenLogprobs(*columns, values=None), states_mTD
+        return columns, states_mTD
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
-        hidden_mTD = gather_tokens(_states(decoder, sequences), sequences.parents)
-    return TokenLogprobs(*columns, token_values(critic, hidden_mTD)), states_mTD
+        hidden_mTD = gather_tokens(hidden_states(decoder, sequences), sequences.parents)
+    return columns._replace(values=token_values(critic, hidden_mTD)), states_mTD
 
 
 def read_nodes(slots: Any, nodes_nR: Array) -> Any:
@@ -187,11 +198,25 @@ def read_nodes(slots: Any, nodes_nR: Array) -> Any:
     return jax.tree.map(read, slots)
 
 
+def read_wide_nodes(slots: Any, nodes_nR: Array) -> Any:
+    """Return what rows hold, [n, R, ...], from a pytree of slots [m, T, ...], as `read_nodes`."""
+
+    def read(x: Array) -> Array:
+        inner = (None,) * (x.ndim - 2)
+        flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1, *x.shape[2:])
+        inside = (nodes_nR >= 0) & (nodes_nR < len(flat))
+        out = axes("batch", None, *inner)
+        picked = flat.at[jnp.where(inside, nodes_nR, 0)].get(out_sharding=out)
+        return jnp.where(inside.reshape(*inside.shape, *(1,) * len(inner)), picked, 0)
+
+    return jax.tree.map(read, slots)
+
+
 def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
     """Return the `Batch.support` of a micro-batch's slots, int32 [m, T, k]; None of None.
 
     Rows that share a slot share what was before it, and so the sampler's tokens: the last row's are
-    taken. nodes: slots of the rows' tokens in [m * T]; others are of no row here.
+    taken. nodes: slots of the rows' tokens in [m * T]; others are of no row here, and have -1.
     """
     if support_nRk is None:
         return None
@@ -219,6 +244,11 @@ def logprobs(
         return slot_logprobs(update_spec, params, None, part, support)[0].logprobs
 
     return _map_micro_batches(read, packed)
+
+
+def with_model(update_spec: UpdateSpec, model: ModelConfig) -> UpdateSpec:
+    """Return the spec by which `logprobs` scores tokens under another model."""
+    return dataclasses.replace(update_spec, model=model)
 
 
 def logprobs_inputs(update_spec: UpdateSpec, params: Params, batch: Batch) -> tuple:
@@ -258,7 +288,7 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
     return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
-def _states(model: Transformer, sequences: Sequences) -> Array:
+def hidden_states(model: Transformer, sequences: Sequences) -> Array:
     """Return hidden states [m, T, D] of the slots.
 
     The state of a token's parent predicts the token.

@@ -25,9 +25,11 @@ from specrl_jax.algorithms.scoring import (
     abstract_packed,
     logprobs,
     read_nodes,
+    read_wide_nodes,
     slot_logprobs,
     slot_support,
 )
+from specrl_jax.algorithms.terms import Term
 from specrl_jax.algorithms.update_spec import Module, PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
@@ -80,6 +82,7 @@ def update(
     batch: Batch,
     packed: PackedRows,
     base_params: Params | None = None,
+    frozen: Params | None = None,
     *,
     critic_only: bool = False,
 ) -> tuple[PolicyState, Scalars]:
@@ -88,6 +91,7 @@ def update(
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
     base_params: where adapters are trained, the weights that they belong to.
+    frozen: other weights that are not trained, for terms of the loss.
     critic_only: the critic learns, and a draft head. The policy's weights and all of its
     optimizer's state (moments, step count) stay as they are.
 
@@ -96,7 +100,7 @@ def update(
     and `head_*`; and the sums of `policy_loss`, `value_loss`, `head_gradients` and the objective.
     """
     grads, scalars = _gradients(
-        update_spec, state, take_rows(batch, packed.row_ids), packed, base_params
+        update_spec, state, take_rows(batch, packed.row_ids), packed, base_params, frozen
     )
     before = state
     for name, training in update_spec.trained.items():
@@ -125,10 +129,11 @@ def update_inputs(
     batch: Batch,
     num_rows: int,
     base_params: Params | None,
+    frozen: Params | None = None,
 ) -> tuple:
     """Return the inputs of `update` for mini-batches of `num_rows` rows."""
     packed = abstract_packed(update_spec, batch, num_rows)
-    return update_spec, state, batch, packed, base_params
+    return update_spec, state, batch, packed, base_params, frozen
 
 
 def _sizes(module: Module) -> tuple[Array, Array]:
@@ -148,6 +153,7 @@ def _gradients(
     batch: Batch,
     packed: PackedRows,
     base_params: Params | None,
+    frozen: Params | None,
 ) -> tuple[Gradients, Scalars]:
     """Return gradients and sums of a mini-batch, added over its micro-batches."""
     head = state.draft_head
@@ -164,15 +170,19 @@ def _gradients(
     critic_normalizer = jnp.sum(batch.mask)
     head_normalizer = jnp.sum(batch.mask & (packed.nodes >= 0))
     size = packed.sequences.tokens[0].size
+    terms = update_spec.loss.terms
 
     def loss(weights: Gradients, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         policy = adapted(update_spec.model, weights["policy"], base_params)
         support = slot_support(part.support, nodes, sequences)
-        critic_params = weights.get("critic")
-        slots, states = slot_logprobs(update_spec, policy, critic_params, sequences, support)
-        rows = read_nodes(slots, nodes)
+        term_inputs, shared = _term_inputs(terms, part, frozen, sequences, nodes)
+        slots, states = slot_logprobs(
+            update_spec, policy, weights.get("critic"), sequences, support, term_inputs, shared
+        )
+        rows = read_nodes(slots._replace(terms=()), nodes)
+        read = read_wide_nodes(slots.terms, nodes)
         total, sums = policy_loss(
-            rows.logprobs, rows.entropy, part, update_spec.loss, policy_normalizer
+            rows.logprobs, rows.entropy, part, update_spec.loss, policy_normalizer, read
         )
         sums["loss"] = total
         if rows.values is not None:
@@ -205,3 +215,20 @@ def _gradients(
     zero_grads = jax.tree.map(jnp.zeros_like, params)
     grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
     return grads, sums | own_sums
+
+
+def _term_inputs(
+    terms: tuple[Term, ...],
+    batch: Batch,
+    frozen: Params | None,
+    sequences: Sequences,
+    nodes_nR: Array,
+) -> tuple[tuple, tuple]:
+    """Return what each term's `read` gets, for each slot and whole; without gradient."""
+    by_slot = []
+    shared = []
+    for term in terms:
+        columns = {x: slot_support(batch.extra[x], nodes_nR, sequences) for x in term.by_slot}
+        by_slot.append(term.slot_inputs(frozen, sequences, columns))
+        shared.append(term.shared(frozen))
+    return jax.lax.stop_gradient((tuple(by_slot), tuple(shared)))

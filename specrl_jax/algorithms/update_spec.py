@@ -16,7 +16,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params, init_critic
-from specrl_jax.recipes import Table
+from specrl_jax.recipes import Table, all_chosen
 from specrl_jax.sharding import axes, reshard, shards
 
 
@@ -161,16 +161,21 @@ class UpdateSpec:
 
 
 def make_update_spec(
-    config, model: ModelConfig, schedule: optax.Schedule, has_draft_head: bool = False
+    config,
+    model: ModelConfig,
+    schedule: optax.Schedule,
+    has_draft_head: bool = False,
+    frozen: ModelConfig | None = None,
 ) -> UpdateSpec:
     """Return the update that `config.algorithm`, `config.updates` and `config.critic` ask for.
 
-    has_draft_head: the rollout drafts by a learned head. Raises ValueError in one line where the
-    model or the mesh does not allow its settings.
+    has_draft_head: the rollout drafts by a learned head. frozen: shape of the run's other weights,
+    which are not trained. Raises ValueError in one line where the model or the mesh does not allow
+    its settings.
     """
     return UpdateSpec(
         model=model,
-        loss=_make_loss_config(config),
+        loss=_make_loss_config(config, frozen),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.updates.logits_chunk,
@@ -183,7 +188,7 @@ def make_update_spec(
     )
 
 
-def _make_loss_config(config) -> LossConfig:
+def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
     settings = config.algorithm
     return LossConfig(
         objective=settings.objective,
@@ -197,6 +202,7 @@ def _make_loss_config(config) -> LossConfig:
         entropy_coef=settings.entropy_coef,
         importance_cap=settings.importance_cap,
         masks=masks_from(settings.mask),
+        terms=tuple(term.from_config(config, frozen) for term in all_chosen(config, "TERM")),
         old_logprobs=config.updates.old_logprobs,
         group_size=config.rollout.group_size,
         max_response_len=config.rollout.response_len,

@@ -1,5 +1,7 @@
 """Shapes of a run from its configuration alone: no weights, no data."""
 
+import dataclasses
+
 import jax
 
 from specrl_jax import abstract
@@ -9,6 +11,7 @@ from specrl_jax.data.curriculum import count_steps
 from specrl_jax.models.load import load_shape
 from specrl_jax.text.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.training.build import policy_schedule, training_spec
+from specrl_jax.training.slots import frozen_of
 
 UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
 
@@ -33,7 +36,11 @@ def abstract_run(config) -> AbstractRun:
     prompts = config.data.prompts or UNKNOWN_PROMPTS
     steps = count_steps(config, prompts)
     has_head = rollout.draft_head is not None
-    update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
+    schedule = policy_schedule(config, steps)
+    recipe = frozen_of(config)
+    frozen = recipe and recipe.shape(config, vocab_size)
+    update_spec = make_update_spec(config, model, schedule, has_head, frozen)
     key = abstract.placed(jax.eval_shape(lambda: jax.random.key(0)))
     mesh = jax.sharding.get_mesh()
-    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key, mesh)
+    run = AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key, mesh)
+    return dataclasses.replace(run, frozen_model=frozen)

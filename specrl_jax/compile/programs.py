@@ -22,6 +22,7 @@ from specrl_jax.algorithms.scoring import (
     logprobs,
     logprobs_inputs,
     values_inputs,
+    with_model,
 )
 from specrl_jax.algorithms.update import update, update_inputs
 from specrl_jax.compile import memory
@@ -50,6 +51,7 @@ from specrl_jax.rollout.rows import (
 )
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.training.description import critic_only_steps
+from specrl_jax.training.slots import frozen_of
 
 
 class Program(NamedTuple):
@@ -174,11 +176,18 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     for name, params in scored.items():
         inputs = logprobs_inputs(update_spec, params, run.batch)
         yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
+    frozen = frozen_of(settings)
+    if frozen and frozen.scores_tokens(settings):
+        spec = with_model(update_spec, run.frozen_model)
+        inputs = logprobs_inputs(spec, run.frozen, run.batch)
+        name = "log-probs of weights that are not trained"
+        yield _program(name, logprobs, *inputs, runs_model=True, kept=run.frozen)
     if update_spec.critic:
         inputs = values_inputs(update_spec, run.state, run.batch, run.base_params)
         yield _program("values", critic_values, *inputs, runs_model=True, kept=kept)
     num_rows = settings.updates.mini_batch_size
-    inputs = update_inputs(update_spec, run.state, run.batch, num_rows, run.base_params)
+    inputs = update_inputs(update_spec, run.state, run.batch, num_rows, run.base_params, run.frozen)
+    kept = (*kept, run.frozen)
     for critic_only in {False, critic_only_steps(settings) > 0}:
         name = "update of the critic" if critic_only else "update"
         yield _program(name, update, *inputs, critic_only=critic_only, runs_model=True, kept=kept)

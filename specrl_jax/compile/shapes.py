@@ -48,6 +48,7 @@ class AbstractRun:
     key: Any  # of the run, or its shape
     rollout_mesh: jax.sharding.Mesh
     apart: bool = False  # whether the mesh in use is of rollouts alone
+    frozen_model: ModelConfig | None = None  # of weights that are not trained, beside the policy's
 
     @classmethod
     def of(cls, run: Run) -> "AbstractRun":
@@ -60,6 +61,7 @@ class AbstractRun:
             num_prompts=len(run.prompts.lens),
             key=run.key,
             rollout_mesh=run.rollout_mesh,
+            frozen_model=run.frozen and run.frozen.model,
         )
 
     def describe(self) -> str:
@@ -110,6 +112,14 @@ class AbstractRun:
         return self.policy if self.base_params is None or warm else self.base_params
 
     @functools.cached_property
+    def frozen(self) -> Params | None:
+        """Weights beside the policy's that are not trained."""
+        if self.frozen_model is None:
+            return None
+        params = abstract.placed(abstract_params(self.frozen_model))
+        return abstract.result(functools.partial(lora.freeze, self.frozen_model), params)
+
+    @functools.cached_property
     def weights(self) -> Params:
         return abstract.result(functools.partial(rollout_weights, self.model), self.policy)
 
@@ -139,7 +149,7 @@ class AbstractRun:
         """
         if self.apart:
             return self.stored, self.kept_weights
-        return self.state, self.base_params or self.reference_policy, self.stored
+        return self.state, self.base_params or self.reference_policy, self.frozen, self.stored
 
     # The rollouts
 

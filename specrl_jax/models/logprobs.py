@@ -6,6 +6,7 @@ through the head in chunks, so that no device holds all of [B, T, V] at once.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,46 +75,57 @@ def entropy(logits: Array) -> Array:
     return log_z - jnp.sum(probs * finite, axis=-1)
 
 
-def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs, chunk: int):
-    """Map `function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
+def map_tokens(
+    function: Callable,
+    model: Transformer,
+    hidden_BTD: Array,
+    inputs: Any,
+    chunk: int,
+    shared: tuple = (),
+) -> Any:
+    """Map `function(logits [B, t, V], inputs [B, t, ...], *shared)` over chunks of tokens.
 
-    inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...]; the result has
-    them joined, [B, T, ...].
+    t <= `chunk`. inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...];
+    the result has them joined, [B, T, ...]. shared: pytrees that every chunk gets whole.
 
     Gradients reach the hidden states and the head, not the inputs. Where there are several chunks,
     the backward pass recomputes their logits: one chunk's at a time is in memory there too. The
     function's results are then floats, and it closes over no traced array.
     """
     if hidden_BTD.shape[1] <= chunk:
-        return function(model.logits(hidden_BTD), inputs)
+        return function(model.logits(hidden_BTD), inputs, *shared)
     hidden_BTD = reshard(hidden_BTD, "batch", None, None)
     config = model.config
 
-    def finish(logits: Array, inputs):
-        return function(final_logits(logits, config), inputs)
+    def finish(logits: Array, inputs: Any, shared: tuple):
+        return function(final_logits(logits, config), inputs, *shared)
 
-    return _map_chunks(finish, chunk, model.head, hidden_BTD, inputs)
+    return _map_chunks(finish, chunk, model.head, hidden_BTD, inputs, shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _map_chunks(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
+def _map_chunks(
+    function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs: Any, shared: tuple
+):
     """Map over chunks. The head is gathered, and its gradient summed, once, outside the loops."""
-    return _map_chunks_forward(function, chunk, head_VD, hidden_BTD, inputs)[0]
+    return _map_chunks_forward(function, chunk, head_VD, hidden_BTD, inputs, shared)[0]
 
 
-def _map_chunks_forward(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
+def _map_chunks_forward(
+    function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs: Any, shared: tuple
+):
     compute_VD = compute_head(head_VD, hidden_BTD.dtype)
 
     def step(nothing: None, part: tuple):
         hidden, inputs = part
-        return nothing, function(head_logits(hidden, compute_VD), inputs)
+        return nothing, function(head_logits(hidden, compute_VD), inputs, shared)
 
     _, results = scan_chunks(step, None, (hidden_BTD, inputs), chunk)
-    return results, (head_VD, compute_VD, hidden_BTD, inputs)
+    return results, (head_VD, compute_VD, hidden_BTD, inputs, shared)
 
 
 def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
-    stored_VD, head_VD, hidden_BTD, inputs = saved
+    stored_VD, head_VD, hidden_BTD, inputs, shared = saved
     layout = jax.typeof(stored_VD).sharding.spec
     # Each shard of the batch has a sum of its own, of its rows: the loop sums over no devices.
     start = jnp.zeros(
@@ -122,7 +134,9 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
 
     def step(total_XVD: Array, part: tuple):
         hidden, inputs, given = part
-        _, pull = jax.vjp(lambda logits: function(logits, inputs), head_logits(hidden, head_VD))
+        _, pull = jax.vjp(
+            lambda logits: function(logits, inputs, shared), head_logits(hidden, head_VD)
+        )
         (grad_BTV,) = pull(given)
         grad_BTV = grad_BTV.astype(head_VD.dtype)
         hidden_grad = jnp.einsum(
@@ -139,7 +153,7 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
 
     total_XVD, hidden_grad = scan_chunks(step, start, (hidden_BTD, inputs, given), chunk)
     head_grad = jax.sharding.reshard(jnp.sum(total_XVD, axis=0), layout)
-    return head_grad.astype(stored_VD.dtype), hidden_grad, None
+    return head_grad.astype(stored_VD.dtype), hidden_grad, None, None
 
 
 _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)

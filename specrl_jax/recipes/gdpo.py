@@ -6,16 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from jax import Array
 
-from specrl_jax.algorithms.advantages import (
-    EPSILON,
-    Advantage,
-    AdvantageConfig,
-    Estimate,
-    Evidence,
-    for_all_tokens,
-    group_relative,
-    whole,
-)
+from specrl_jax.algorithms.advantages import EPSILON, for_all_tokens, group_relative, whole
+from specrl_jax.algorithms.evidence import Advantage, AdvantageConfig, Estimate, Evidence
 from specrl_jax.config.fields import Check, Values
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put

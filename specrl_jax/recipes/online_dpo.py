@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.algorithms.advantages import Advantage, AdvantageConfig, by_group
+from specrl_jax.algorithms.advantages import by_group
+from specrl_jax.algorithms.evidence import Advantage, AdvantageConfig
 from specrl_jax.algorithms.losses import LossConfig, Objective
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.config.fields import Check, Values

@@ -18,6 +18,7 @@ from specrl_jax.config.fields import Check, Section, Shards, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.responses import Responses, Taken
 from specrl_jax.rollout.drafts.edit import without_drafts
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
@@ -40,8 +41,8 @@ class BegunRows:
     spent_lens: Array
 
     @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0) -> "BegunRows":
-        rollout = Rollout.empty(rows, slots, k)
+    def empty(cls, spec: RolloutSpec, rows: int) -> "BegunRows":
+        rollout = spec.empty_rollout(rows)
         return cls(rollout, rollout.lens > 0, rollout.lens)
 
 
@@ -52,9 +53,8 @@ class PartialRollout(Collector):
         super().__init__(run)
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
-        stored = run.rollout_spec.stored_logprobs
         # Groups that have begun: the first ones are in use, as many as there are ids.
-        self.begun = BegunRows.empty(rows, settings.response_len, stored)
+        self.begun = BegunRows.empty(run.rollout_spec, rows)
         self.prompt_ids: tuple[str, ...] = ()
         # By group and sample: the step whose noise the row uses to its end.
         self.noise_steps: tuple[tuple[int, ...], ...] = ()

@@ -76,8 +76,8 @@ class RolloutsAhead(BatchSource, StatePart):
                 1, "rollouts", jax.set_mesh, (run.rollout_mesh,)
             )
         self._slots = config.staleness
-        rows = config.prompts_per_step * run.trained_group_size
-        self._shape = rows, config.response_len, run.rollout_spec.stored_logprobs
+        self._rows = config.prompts_per_step * run.trained_group_size
+        self._spec = run.rollout_spec
 
     @property
     def ahead(self) -> int:
@@ -132,7 +132,9 @@ class RolloutsAhead(BatchSource, StatePart):
 
     def arrays(self) -> list[Rollout]:
         """Return as many rollouts as may wait; the last ones are empty."""
-        empty = [Rollout.empty(*self._shape) for _ in range(self._slots - len(self._waiting))]
+        empty = [
+            self._spec.empty_rollout(self._rows) for _ in range(self._slots - len(self._waiting))
+        ]
         return [batch.rollout for batch in self._waiting] + empty
 
     def host(self) -> list[dict[str, Any]]:

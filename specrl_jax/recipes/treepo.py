@@ -25,15 +25,8 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.algorithms.advantages import (
-    EPSILON,
-    Advantage,
-    AdvantageConfig,
-    Estimate,
-    Evidence,
-    for_all_tokens,
-    whole,
-)
+from specrl_jax.algorithms.advantages import EPSILON, for_all_tokens, whole
+from specrl_jax.algorithms.evidence import Advantage, AdvantageConfig, Estimate, Evidence
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.models.transformer import Params
@@ -116,7 +109,7 @@ class _Groups:
         self.done = self.waiting  # rows that get no more tokens now
         self.lens = np.zeros(shape, np.int32)
         self.draft_lens = np.zeros(self.lens.size, np.int32)
-        self.rollout = Rollout.empty(self.lens.size, spec.response_slots, spec.stored_logprobs)
+        self.rollout = spec.empty_rollout(self.lens.size)
 
     @property
     def limits(self) -> np.ndarray:

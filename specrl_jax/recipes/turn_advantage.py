@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.algorithms.advantages import (
-    EPSILON,
-    Advantage,
-    AdvantageConfig,
-    Estimate,
-    Evidence,
-    whole,
-)
+from specrl_jax.algorithms.advantages import EPSILON, whole
+from specrl_jax.algorithms.evidence import Advantage, AdvantageConfig, Estimate, Evidence
 from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, field
 from specrl_jax.config.kinds import SHARE
 from specrl_jax.sharding import put

@@ -71,9 +71,7 @@ class WaitingGroups(Collector):
     def __init__(self, run: Run):
         super().__init__(run)
         self.groups = GroupBuffer(run.config, len(run.prompts.lens))
-        stored = run.rollout_spec.stored_logprobs
-        slots = run.config.rollout.response_len
-        self.groups.kept_rows = Rollout.empty(self.groups.max_waiting_rows, slots, stored)
+        self.groups.kept_rows = run.rollout_spec.empty_rollout(self.groups.max_waiting_rows)
 
     @staticmethod
     def asked_by(config) -> str:

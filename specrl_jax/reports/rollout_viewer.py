@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative, has_critic
+from specrl_jax.algorithms.advantages import group_relative, has_critic
+from specrl_jax.algorithms.evidence import AdvantageConfig
 from specrl_jax.reports.runs import RecordedRun
 from specrl_jax.telemetry.records import read_some_rollouts
 from specrl_jax.telemetry.rollout_metrics import rouge1

@@ -54,6 +54,9 @@ class AcceptanceRule:
     # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
     # means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
     importance_weight: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
+    # (π, π_old) [..., k + 1], from `outcomes` -> chance that a token is the draft's, and accepted.
+    # After a rejection the token is from π. None: the rule emits π.
+    accepted_probs: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
     # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
     # Arrays [B, R]; None: the rule has no lenience.
     lenient_share: ClassVar[Callable[[Any, Array], Array] | None] = None
@@ -125,6 +128,10 @@ class Ratio(AcceptanceRule):
         threshold = jnp.maximum(threshold, lowest)
         return jnp.where(jnp.isneginf(self.log_lenience), jnp.inf, threshold)
 
+    def accepted_probs(self, now, old):
+        """Return min(π_old, ℓ π)."""
+        return jnp.minimum(old, jnp.where(now > 0, jnp.exp(jnp.log(now) + self.log_lenience), 0.0))
+
     def importance_weight(self, log_ratio, rejected_mass):
         """Return (1 - d) max(π / π_old, 1 / ℓ): π over the accepted part of the emitted law."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -self.log_lenience))
@@ -148,6 +155,10 @@ class RandomCut(AcceptanceRule):
 
     def accept_threshold(self, uniforms, draft_logprobs):
         return jnp.full_like(draft_logprobs, -jnp.inf)
+
+    def accepted_probs(self, now, old):
+        """Return π_old."""
+        return old
 
     def importance_weight(self, log_ratio, rejected_mass):
         """Return π / π_old."""

@@ -87,6 +87,11 @@ class CharacterTokenizer:
         """Ids of special tokens, as a model's generation_config.json holds them."""
         return {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
 
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Return the id of every token, by its name."""
+        return dict(self._vocab)
+
     def encode(self, text: str) -> list[int]:
         """Ids of text. Raises ValueError on a character outside the alphabet."""
         for character in text:
@@ -217,6 +222,11 @@ class HuggingFaceTokenizer:
         """Ids of special tokens, as a model's generation_config.json holds them."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         return ids | {"bos_token_id": self._tokenizer.bos_token_id}
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Return the id of every token, by its name."""
+        return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; nothing is added at either end."""

@@ -29,7 +29,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained
-from specrl_jax.process.checkpoint import Checkpointer
+from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.process.runtime import machine
 from specrl_jax.responses import Responder
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
@@ -44,8 +44,15 @@ from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.training.description import describe, policy_updates, rate_jump
-from specrl_jax.training.slots import collector_of, roll_out_of, source_of, stages_of
-from specrl_jax.training.state import Reference, RolloutState, Run, RunOrigin, RunState
+from specrl_jax.training.slots import (
+    collector_of,
+    frozen_of,
+    kept_logprobs,
+    roll_out_of,
+    source_of,
+    stages_of,
+)
+from specrl_jax.training.state import Frozen, Reference, RolloutState, Run, RunOrigin, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -71,6 +78,7 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
         check_model(config, model, len(prompts.lens))
 
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, check)
+    frozen = load_frozen(config, tokenizer)
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
@@ -86,18 +94,30 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         responder=responder,
         roll_out=roll_out_of(config, responder),
-        update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
+        update_spec=make_update_spec(
+            config, model, schedule, spec.draft_head is not None, frozen and frozen.model
+        ),
         schedule=schedule,
         collector_type=collector_of(config),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
         source_type=source,
         rollout_mesh=source.rollout_mesh(config),
+        frozen=frozen,
     )
     with jax.set_mesh(run.rollout_mesh):
         spec.check_max_rows()
     describe(run)
     return run, params
+
+
+def load_frozen(config, tokenizer: Tokenizer) -> Frozen | None:
+    """Load the weights beside the policy's that a recipe asks for, in the compute type."""
+    recipe = frozen_of(config)
+    if recipe is None:
+        return None
+    model, params = recipe.load(config, tokenizer)
+    return Frozen(model, lora.freeze(model, params), f"{checksum(params):08x}")
 
 
 def make_responder(config, tokenizer: Tokenizer) -> Responder:
@@ -178,7 +198,13 @@ def training_spec(
 ) -> RolloutSpec:
     """Return the spec of training rollouts, whose groups are as large as the collector says."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
-    return dataclasses.replace(spec, group_size=collector_of(config).rollout_group_size(config))
+    kept = kept_logprobs(config)
+    return dataclasses.replace(
+        spec,
+        group_size=collector_of(config).rollout_group_size(config),
+        stored_logprobs=max(spec.stored_logprobs, kept),
+        keeps_accepted=kept > 0 and spec.accept.accepted_probs is not None,
+    )
 
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
@@ -346,5 +372,5 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         generations=settings.draft_age,
         history=spec.draft_history,
         logprobs=not spec.accept.samples_anew,
-        k=spec.stored_logprobs if spec.accept.needs_distribution else 0,
+        k=spec.stored_logprobs if spec.accept.needs_distribution or spec.keeps_accepted else 0,
     )

@@ -86,6 +86,7 @@ def _update_by_mini_batches(
             batch,
             packed,
             state.base_params(run.model),
+            run.frozen and run.frozen.params,
             critic_only=critic_only,
         )
         history.append(scalars)
@@ -115,7 +116,8 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     included = row_tokens.response_lens > 0
     # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
     penalized = algorithm.kl_coef and OBJECTIVES[algorithm.objective].by_token
-    all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic
+    by_term = any(term.teaches_all_rows for term in run.update_spec.loss.terms)
+    all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic or by_term
     if run.config.updates.skip_no_signal and not all_rows_teach:
         included = has_signal(batch)
         if batch.supervised is not None:

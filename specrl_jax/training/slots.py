@@ -1,6 +1,7 @@
 """Parts that fill the slots of the core: its own, or those of the recipe that is asked for."""
 
 from collections.abc import Callable
+from typing import Any
 
 from specrl_jax import recipes
 from specrl_jax.responses import Responder
@@ -29,6 +30,16 @@ def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:
 
 def source_of(config) -> type[BatchSource]:
     return recipes.chosen(config, "SOURCE", BatchSource)
+
+
+def frozen_of(config) -> Any:
+    """Return what loads weights that are not trained: `load` and `shape`; None: there are none."""
+    return recipes.chosen(config, "FROZEN", None)
+
+
+def kept_logprobs(config) -> int:
+    """Return how many of the likeliest tokens rollouts keep at every position for recipes."""
+    return max((x.kept_logprobs(config) for x in recipes.all_chosen(config, "TERM")), default=0)
 
 
 def stages_of(config) -> list[type[Stage]]:

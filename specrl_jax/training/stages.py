@@ -14,13 +14,9 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import (
-    Evidence,
-    choose_advantage,
-    has_critic,
-    overlong_penalty,
-)
+from specrl_jax.algorithms.advantages import choose_advantage, has_critic, overlong_penalty
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
+from specrl_jax.algorithms.evidence import Evidence
 from specrl_jax.algorithms.scoring import (
     PackedRows,
     RowTokens,

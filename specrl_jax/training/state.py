@@ -8,7 +8,7 @@ part (`collect`).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,14 @@ from specrl_jax.training.batch import TrainBatch
 from specrl_jax.types import Batch, Drafts, Prompts, Rollout, StatePart
 
 
+class Frozen(NamedTuple):
+    """Weights beside the policy's that are not trained; a resumed run reads them again."""
+
+    model: ModelConfig
+    params: Params  # as `lora.freeze` gives them
+    digest: str  # of the weights as they were read
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Parts of a run that `config` builds on the mesh in use."""
@@ -60,6 +68,7 @@ class Run:
     key: jax.Array
     source_type: type  # makes the state's source of batches
     rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
+    frozen: Frozen | None = None  # for terms of the loss
 
     @property
     def trained_group_size(self) -> int:
@@ -132,11 +141,12 @@ class RunOrigin(StatePart):
         ids = [prompts.ids[:real] for prompts, real in run.held_out]
         tokens = [prompts.tokens[:real] for prompts, real in run.held_out]
         held_out = {"held-out prompts": digest(*ids, *tokens)} if ids else {}
+        frozen = {"weights that are not trained": run.frozen.digest} if run.frozen else {}
         return cls(
             source=run.config.model.source,
             shape=shape,
             weights=checksum(params),
-            data=stage_digests(run.stages) | held_out,
+            data=stage_digests(run.stages) | held_out | frozen,
             is_reference=is_reference,
         )
 

@@ -8,7 +8,8 @@ from small_runs import records, small_config
 from watched_updates import SOME_SIGNAL
 
 from specrl_jax import train as loop
-from specrl_jax.algorithms.advantages import Evidence, group_relative
+from specrl_jax.algorithms.advantages import group_relative
+from specrl_jax.algorithms.evidence import Evidence
 from specrl_jax.recipes.gdpo import DecoupledConfig, group_decoupled
 from specrl_jax.training import collect, stages
 

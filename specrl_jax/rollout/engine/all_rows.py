@@ -13,12 +13,13 @@ from specrl_jax import abstract
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.models.row_slices import read_slots
+from specrl_jax.rollout.emitted import logprobs_of_ids, outcomes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather, where_rows
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import axes, reshard
-from specrl_jax.types import Drafts, Prompts, Rollout, Source
+from specrl_jax.types import Drafts, Prompts, Rollout, Source, Tokens
 
 
 class RowStarts(NamedTuple):
@@ -178,6 +179,9 @@ def read_rollout(
     origin_logprobs = policy
     origin_steps = jnp.zeros_like(tokens.ids) + step
     draft_logprobs = sampling
+    accepted_probs = None
+    if spec.keeps_accepted:
+        accepted_probs = _accepted_probs(spec, tokens, drafts, rows)
     if drafts is not None and not spec.accept.samples_anew:
         reused = inside & (tokens.sources == Source.REUSED)
         origin_logprobs = jnp.where(reused, drafts.tokens.origin_logprobs, origin_logprobs)
@@ -188,6 +192,9 @@ def read_rollout(
         origin_logprobs = jnp.where(before, held.tokens.origin_logprobs, origin_logprobs)
         origin_steps = jnp.where(before, held.tokens.origin_steps, origin_steps)
         draft_logprobs = jnp.where(before, held.tokens.draft_logprobs, draft_logprobs)
+        if spec.keeps_accepted:
+            earlier = held.tokens.accepted_probs
+            accepted_probs = jnp.where(before[..., None], earlier, accepted_probs)
     tokens = dataclasses.replace(
         tokens,
         ids=jnp.where(inside, tokens.ids, spec.pad_id),
@@ -197,8 +204,24 @@ def read_rollout(
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
         origin_steps=origin_steps,
         draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
+        accepted_probs=accepted_probs,
     )
     return Rollout(tokens, rows.lens, rows.prefix_lens)
+
+
+def _accepted_probs(spec: RolloutSpec, tokens: Tokens, drafts: Drafts | None, rows: Rows) -> Array:
+    """Return `Tokens.accepted_probs` of these rows' tokens [B, R]."""
+    now = outcomes(tokens.top_logprobs)
+    if drafts is None or spec.accept.accepted_probs is None:
+        return jnp.zeros_like(now)
+    stored = drafts.tokens
+    old = logprobs_of_ids(stored.top_ids, stored.top_logprobs, tokens.top_ids, tokens.top_logprobs)
+    positions = jnp.arange(now.shape[1])[None, :]
+    lens = spec.accept.cut(uniforms(rows.accept_seeds, jnp.zeros_like(drafts.lens)), drafts.lens)
+    # Up to the token after the accepted ones, which took the place of one that was rejected.
+    verified = (positions <= rows.prefix_lens[:, None]) & (positions < lens[:, None])
+    accepted = spec.accept.accepted_probs(now, outcomes(old))
+    return jnp.where(verified[..., None], accepted, 0.0)
 
 
 def read_inputs(spec: RolloutSpec, all_rows: Rows, drafts: Drafts | None) -> tuple:

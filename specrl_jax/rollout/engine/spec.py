@@ -16,6 +16,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.rollout.stop_strings import NOTHING, StopStrings, turn_ends
 from specrl_jax.sharding import shards
+from specrl_jax.types import Rollout
 
 
 def acceptance_rule(config) -> AcceptanceRule:
@@ -49,6 +50,7 @@ def noise_visits(config) -> int:
         "draft_source",
         "draft_head",
         "stored_logprobs",
+        "keeps_accepted",
         "max_width",
         "row_buckets",
         "max_rows",
@@ -75,6 +77,7 @@ class RolloutSpec:
     # Sampling of the learned head, which drafts where the source has no token; None: no head.
     draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
+    keeps_accepted: bool = False  # rollouts have `Tokens.accepted_probs`
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # number of batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
@@ -140,8 +143,15 @@ class RolloutSpec:
             draft_source=None,
             draft_head=None,
             stored_logprobs=0,
+            keeps_accepted=False,
             max_width=1,
             row_buckets=min(self.row_buckets, 2),  # evaluation is rare: few programs are enough
+        )
+
+    def empty_rollout(self, rows: int) -> Rollout:
+        """Return a rollout's rows without tokens."""
+        return Rollout.empty(
+            rows, self.response_slots, self.stored_logprobs, accepted=self.keeps_accepted
         )
 
     @property

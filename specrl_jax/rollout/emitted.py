@@ -1,0 +1,37 @@
+"""Law of the tokens that a rule emits at a draft's places, from the k likeliest tokens of each law.
+
+The outcomes of a place are k tokens, then all others: arrays [..., k + 1].
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+LEAST_REST = 1e-6  # least probability of all other tokens where it divides
+
+
+def outcomes(logprobs: Array, least: float = 0.0) -> Array:
+    """Return the probabilities [..., k + 1] of k tokens and of all others.
+
+    logprobs: [..., k]; -inf where there are fewer tokens. least: of the others, at least.
+    """
+    probs = jnp.exp(logprobs)
+    rest = jnp.maximum(1.0 - jnp.sum(probs, axis=-1, keepdims=True), least)
+    return jnp.concatenate([probs, rest], axis=-1)
+
+
+def logprobs_of_ids(ids: Array, logprobs: Array, wanted: Array, law: Array) -> Array:
+    """Return log-probs [..., k] of the tokens `wanted`, where those of other tokens are known.
+
+    A token that is not known has a share of what the others leave, in proportion to another law.
+
+    ids, logprobs: [..., j], tokens and their log-probs. wanted: int32 [..., k]; -1 for none. law:
+    [..., k], log-probs of the other law at `wanted`.
+    """
+    same = (wanted[..., :, None] == ids[..., None, :]) & (wanted >= 0)[..., :, None]
+    known = jnp.any(same, axis=-1)
+    found = jnp.max(jnp.where(same, logprobs[..., None, :], -jnp.inf), axis=-1)
+    rest = jnp.maximum(1.0 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True), 0.0)
+    law_known = jnp.sum(jnp.where(known, jnp.exp(law), 0.0), axis=-1, keepdims=True)
+    law_rest = jnp.maximum(1.0 - law_known, LEAST_REST)
+    shared = jnp.where(wanted >= 0, law + jnp.log(rest / law_rest), -jnp.inf)
+    return jnp.where(known, found, shared)
