@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.data import curriculum
+from specrl_jax.data.curriculum import PromptStream, part_of
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
@@ -148,10 +149,19 @@ class WaitingGroups(WholeRollout):
 COLLECTOR = WaitingGroups
 
 
+class Screened(PromptStream):
+    """Uniform, as SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with a few responses."""
+
+    screens = True
+
+
+CURRICULA = {"speed": Screened}
+
+
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
-    screens = CURRICULA[settings.name].screens
+    screens = curriculum.CURRICULA[settings.name].screens
     return settings.screening if screens else config.rollout.group_size
 
 
