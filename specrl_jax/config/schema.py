@@ -130,8 +130,9 @@ class Schema:
                     return f"{field} has no effect here"
                 now = get(config, named.field)
                 shown = repr(now) if now == "" else now
-                flag = f"--config.{named.field}={self._remedy(config, named)}"
-                return f"{field} has no effect with {named.field} = {shown}; add {flag}"
+                line = f"{field} has no effect with {named.field} = {shown}"
+                better = self._remedy(config, named)
+                return line if better is None else f"{line}; add --config.{named.field}={better}"
         return ""
 
     def holds(self, when: When, config: ConfigDict) -> bool:
@@ -142,8 +143,8 @@ class Schema:
     def _others(self, when: When) -> list[When]:
         return [others[when] for others in self.effects if when in others]
 
-    def _remedy(self, config: ConfigDict, when: When) -> str:
-        """Return the value of `when.field` under which the condition holds."""
+    def _remedy(self, config: ConfigDict, when: When) -> str | None:
+        """Return the value of `when.field` under which the condition holds, if any."""
         if when.value is not None:
             return when.value
         section, _, name = when.field.rpartition(".")
@@ -152,7 +153,7 @@ class Schema:
             get(tried, section)[name] = choice
             if when.holds(self.values(tried)):
                 return choice
-        raise AssertionError(f"no choice of {when.field} gives an effect")
+        return None
 
     def check_version(self, saved: Iterable[str], where: str, known: Iterable[str] = ()) -> None:
         """Raise ValueError in one line where a saved configuration has other fields than are known.

@@ -20,7 +20,8 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH, integer
-from specrl_jax.data.curriculum import CURRICULA, part_of
+from specrl_jax.data import curriculum
+from specrl_jax.data.curriculum import PromptStream, part_of
 from specrl_jax.data.settings import SCREENS
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
@@ -92,7 +93,7 @@ class WaitingGroups(WholeRollout):
     @staticmethod
     def least_prompts(config) -> tuple[int, str]:
         size = config.rollout.prompts_per_step
-        if CURRICULA[config.curriculum.name].screens:
+        if part_size(config) < config.rollout.group_size:
             parts = config.rollout.group_size // config.curriculum.screening
             return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
         return 2 * size, "algorithm.dynamic_sampling"
@@ -163,10 +164,19 @@ class WaitingGroups(WholeRollout):
 COLLECTOR = WaitingGroups
 
 
+class Screened(PromptStream):
+    """Uniform, as SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with a few responses."""
+
+    screens = True
+
+
+CURRICULA = {"speed": Screened}
+
+
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
-    screens = CURRICULA[settings.name].screens
+    screens = curriculum.CURRICULA[settings.name].screens
     return settings.screening if screens else config.rollout.group_size
 
 
