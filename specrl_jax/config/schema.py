@@ -125,14 +125,7 @@ class Schema:
         conditions = row.when if row else self.options.get(field.rpartition(".")[0], ())
         for when in conditions:
             if not self.holds(when, config):
-                named = next((x for x in (when, *self._others(when)) if x.field), None)
-                if named is None:
-                    return f"{field} has no effect here"
-                now = get(config, named.field)
-                shown = repr(now) if now == "" else now
-                line = f"{field} has no effect with {named.field} = {shown}"
-                better = self._remedy(config, named)
-                return line if better is None else f"{line}; add --config.{named.field}={better}"
+                return f"{field} has no effect {self._advice(config, when)}"
         return ""
 
     def holds(self, when: When, config: ConfigDict) -> bool:
@@ -142,6 +135,19 @@ class Schema:
 
     def _others(self, when: When) -> list[When]:
         return [others[when] for others in self.effects if when in others]
+
+    def _advice(self, config: ConfigDict, when: When) -> str:
+        """Say which field is in the way of a condition, and what value would help, if any."""
+        named = [x for x in (when, *self._others(when)) if x.field]
+        better = {x: self._remedy(config, x) for x in named}
+        named.sort(key=lambda x: better[x] is None)
+        if not named:
+            return "here"
+        first = named[0]
+        now = get(config, first.field)
+        words = f"with {first.field} = {now!r}" if now == "" else f"with {first.field} = {now}"
+        help_ = better[first]
+        return words if help_ is None else f"{words}; add --config.{first.field}={help_}"
 
     def _remedy(self, config: ConfigDict, when: When) -> str | None:
         """Return the value of `when.field` under which the condition holds, if any."""

@@ -22,7 +22,7 @@ from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH, integer
 from specrl_jax.data import curriculum
 from specrl_jax.data.curriculum import PromptStream, part_of
-from specrl_jax.data.settings import SCREENS
+from specrl_jax.data.settings import RATES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
@@ -360,6 +360,8 @@ def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
 
 
+SCREENS = When("curriculum.name", lambda c: c.meaning("curriculum.name").screens)
+EFFECTS = {RATES: SCREENS}
 SEVERAL_ROLLOUTS = When(
     "algorithm.dynamic_sampling",
     lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,
