@@ -20,9 +20,9 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH, integer
-from specrl_jax.data.curriculum import CURRICULA as ALL_CURRICULA
+from specrl_jax.data import curriculum
 from specrl_jax.data.curriculum import PromptStream, part_of
-from specrl_jax.data.settings import BY_PARTS
+from specrl_jax.data.settings import RATES
 from specrl_jax.responses import Responses
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
@@ -59,12 +59,6 @@ class Group:
         return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
-class Screened(PromptStream):
-    """Uniform; `GroupBuffer` screens the prompts with a few responses."""
-
-    by_parts = True
-
-
 class WaitingGroups(Collector):
     """Rollouts until groups that teach fill the batch; those beyond it wait."""
 
@@ -97,7 +91,7 @@ class WaitingGroups(Collector):
     @staticmethod
     def least_prompts(config) -> tuple[int, str]:
         size = config.rollout.prompts_per_step
-        if ALL_CURRICULA[config.curriculum.name].by_parts:
+        if part_size(config) < config.rollout.group_size:
             parts = config.rollout.group_size // config.curriculum.screening
             return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
         return 2 * size, "algorithm.dynamic_sampling"
@@ -168,10 +162,19 @@ class WaitingGroups(Collector):
 COLLECTOR = WaitingGroups
 
 
+class Screened(PromptStream):
+    """Uniform, as SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with a few responses."""
+
+    by_parts = True
+
+
+CURRICULA = {"speed": Screened}
+
+
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
-    screens = ALL_CURRICULA[settings.name].by_parts
+    screens = curriculum.CURRICULA[settings.name].by_parts
     return settings.screening if screens else config.rollout.group_size
 
 
@@ -355,7 +358,8 @@ def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
 
 
-CURRICULA = {"speed": Screened}
+SCREENS = When("curriculum.name", lambda c: c.meaning("curriculum.name").by_parts)
+EFFECTS = {RATES: SCREENS}
 SEVERAL_ROLLOUTS = When(
     "algorithm.dynamic_sampling",
     lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").by_parts,
@@ -371,9 +375,9 @@ SECTIONS = (
     )),
     Section("curriculum", "", (
         field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",
-              integer(1), BY_PARTS),
+              integer(1), SCREENS),
         field("reuse_screening", True, "speed: train on the screening responses too (biased)",
-              SWITCH, BY_PARTS),
+              SWITCH, SCREENS),
     )),
 )
 # fmt: on

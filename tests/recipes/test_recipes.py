@@ -72,7 +72,7 @@ def test_all_that_ask_for_a_slot_have_it(monkeypatch):
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris|dynamic.?sampling"
     r"|\bscreen|gdpo|\bdpo\b|preference|superrl|shuffle.?r1|outer_pairs|c3po|mopps|e2h"
-    r"|easy_to_hard|solution_coef|turn_discount|prefix_relative",
+    r"|easy_to_hard|solution_coef|token_budget|turn_discount|prefix_relative",
     re.IGNORECASE,
 )
 CORE = (
