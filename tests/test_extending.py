@@ -97,6 +97,25 @@ def test_an_advantage_with_an_objective(tmp_path):
     assert last["policy/clip_fraction"] == 0
 
 
+def test_excerpts_are_what_the_recipes_say():
+    """Each slot's lines are those of the file that the block names; "..." leaves lines out."""
+    blocks = re.findall(
+        r"^# (specrl_jax/recipes/\w+\.py)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) >= 8
+    for path, code in blocks:
+        source = (ROOT / path).read_text()
+        missing = [part for part in code.split("...\n") if part not in source]
+        assert not missing, f"{path}: {missing}"
+
+
+@pytest.mark.slow
+def test_a_tracker(tmp_path):
+    assert run_recipe(RECIPES["A tracker"], tmp_path)[-1]["step"] == 2
+    lines = (tmp_path / "runs" / "csv" / "rewards.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["0", "1", "2"]
+
+
 @pytest.mark.slow
 def test_a_model_family(tmp_path):
     assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2

@@ -68,6 +68,17 @@ def test_all_that_ask_for_a_slot_have_it(monkeypatch):
     assert recipes.all_chosen(small_config(), "STAGE") == [guests[0], guests[2]]
 
 
+def test_each_recipe_has_a_row():
+    """With its lines, to the nearest ten or so."""
+    table = (ROOT / "specrl_jax" / "recipes" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[(\w+)\.py\].*\| (\d+) \|$", table, re.MULTILINE))
+    lengths = {}
+    for name in NAMES:
+        path = ROOT / "specrl_jax" / "recipes" / f"{name}.py"
+        lengths[name] = len(path.read_text().splitlines())
+    assert {name: int(lines) for name, lines in rows.items()} == pytest.approx(lengths, abs=15)
+
+
 # Words of recipes.
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris|dynamic.?sampling"
