@@ -84,17 +84,25 @@ class WaitingGroups(Collector):
         keeps_all = part >= group_size or config.curriculum.reuse_screening
         return group_size if keeps_all else group_size - part
 
-    @staticmethod
-    def filters_groups(config) -> bool:
-        return config.algorithm.dynamic_sampling
+    @classmethod
+    def check_enough(cls, config, prompts: int) -> None:
+        """Raise ValueError where none are left for a rollout beside all that may wait."""
+        size = config.rollout.prompts_per_step
+        least = 2 * size
+        reason = cls.asked_by(config)
+        if part_size(config) < config.rollout.group_size:
+            parts = config.rollout.group_size // part_size(config)
+            least = (3 * parts + 1) * size
+            reason = f"curriculum.name = {config.curriculum.name}"
+        if prompts < least:
+            raise ValueError(
+                f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = "
+                f"{size}, got {prompts}; fewer prompts a step would fit"
+            )
 
     @staticmethod
-    def least_prompts(config) -> tuple[int, str]:
-        size = config.rollout.prompts_per_step
-        if part_size(config) < config.rollout.group_size:
-            parts = config.rollout.group_size // config.curriculum.screening
-            return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
-        return 2 * size, "algorithm.dynamic_sampling"
+    def keeps_signal(config) -> bool:
+        return config.algorithm.dynamic_sampling
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
         return self.groups.wants_rollout()

@@ -70,8 +70,8 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    make_stream(config, prompts)  # raises where there are too few prompts for a rollout
-    _check_enough(config, len(prompts.lens))
+    make_stream(config, prompts)  # checks what it can
+    collector_of(config).check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
 
     def check(model: ModelConfig) -> None:
@@ -210,17 +210,6 @@ def training_spec(
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """Return the policy's learning rate by its updates; it has none while the critic warms up."""
     return make_schedule(config.updates, policy_updates(config, total_steps))
-
-
-def _check_enough(config, count: int) -> None:
-    """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
-    least, reason = collector_of(config).least_prompts(config)
-    if count < least:
-        size = config.rollout.prompts_per_step
-        raise ValueError(
-            f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
-            f"got {count}; fewer prompts a step would fit"
-        )
 
 
 # The state ----------------------------------------------------------------------------------------
