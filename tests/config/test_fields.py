@@ -102,6 +102,8 @@ IDLE_BY_REASON = [
      {"algorithm.ratio": "sequence", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1,
       "algorithm.dual_clip": 4.0}),
     Idle({}, "rollout.top_k", "0", "20", {"algorithm.keep_sampling_mask": True}),
+    Idle({}, "distill.teacher", "''", "MODEL",
+     {"distill.coef": 2.0, "distill.estimator": "score", "distill.reward_weight": 1.0}),
     Idle({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
     Idle({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
     Idle({}, "critic.kind", "none", "head",

@@ -83,7 +83,8 @@ def test_each_recipe_has_a_row():
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris|dynamic.?sampling"
     r"|\bscreen|gdpo|\bdpo\b|preference|superrl|shuffle.?r1|outer_pairs|c3po|mopps|e2h"
-    r"|easy_to_hard|solution_coef|token_budget|turn_discount|prefix_relative",
+    r"|easy_to_hard|solution_coef|token_budget|turn_discount|prefix_relative|distill|teacher"
+    r"|score.?centering|dppo",
     re.IGNORECASE,
 )
 CORE = (
