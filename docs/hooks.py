@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "specrl_jax/recipes/README.md": "recipes.md",
     "configs/grpo.py": "presets.md",
     "fields.md": "configuration.md",
     "configs/lenience_sweep.py": "presets.md",
@@ -55,6 +56,12 @@ def on_page_markdown(markdown, **_):
     # A badge's picture would be loaded from elsewhere: its text is the link.
     markdown = re.sub(r"!\[(\w+)\]\(https:[^)]*\.svg\)", r"\1", markdown)
     return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)", link, markdown)
+
+
+def recipes_page() -> str:
+    """Return the README of the recipes; the site has no files of code to link."""
+    text = (ROOT / "specrl_jax" / "recipes" / "README.md").read_text("utf-8")
+    return re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text.replace("](../../docs/", "]("))
 
 
 # Presets ------------------------------------------------------------------------------------
@@ -189,6 +196,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "presets.md": presets_page,
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
+    "recipes.md": recipes_page,
     "python.md": python_page,
 }
 
