@@ -240,7 +240,7 @@ class Aggregation:
         mask: bool [B, R].
         max_len: Tokens of the longest possible response.
         normalizer: What the sum is divided by: the mini-batch's `count`, or
-            `UpdateSpec.token_budget`; None: the count of these rows.
+            `UpdateSpec.loss_count`; None: the count of these rows.
         """
         normalizer = self.count(mask) if normalizer is None else normalizer
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
@@ -286,7 +286,7 @@ def policy_loss(
         `importance_weights` (w before `capped_weights`), `supervised` and `mask` are read. Values
         outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
     normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
-        `UpdateSpec.token_budget`; None: the count of these rows.
+        `UpdateSpec.loss_count`; None: the count of these rows.
     read: `TokenLogprobs.terms` of these rows, [B, R, ...].
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction` (of ratios below

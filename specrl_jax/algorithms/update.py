@@ -164,7 +164,7 @@ def _gradients(
         batch, own_sums = prepare(batch, before, update_spec.loss)
     params = {name: module.params for name, module in state.modules.items()}
     by_loss = {name: params[name] for name in ("policy", "critic") if name in params}
-    policy_normalizer = update_spec.token_budget
+    policy_normalizer = update_spec.loss_count
     if not policy_normalizer:
         policy_normalizer = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
     critic_normalizer = jnp.sum(batch.mask)

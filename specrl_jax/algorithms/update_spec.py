@@ -149,7 +149,7 @@ class UpdateSpec:
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None
-    token_budget: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
+    loss_count: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
     @property
@@ -183,7 +183,7 @@ def make_update_spec(
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
-        token_budget=config.updates.get("token_budget", 0),
+        loss_count=max((x.loss_count(config) for x in all_chosen(config, "STAGE")), default=0),
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 

@@ -125,13 +125,7 @@ class Schema:
         conditions = row.when if row else self.options.get(field.rpartition(".")[0], ())
         for when in conditions:
             if not self.holds(when, config):
-                named = next((x for x in (when, *self._others(when)) if x.field), None)
-                if named is None:
-                    return f"{field} has no effect here"
-                now = get(config, named.field)
-                shown = repr(now) if now == "" else now
-                flag = f"--config.{named.field}={self._remedy(config, named)}"
-                return f"{field} has no effect with {named.field} = {shown}; add {flag}"
+                return f"{field} has no effect {self._advice(config, when)}"
         return ""
 
     def holds(self, when: When, config: ConfigDict) -> bool:
@@ -142,8 +136,21 @@ class Schema:
     def _others(self, when: When) -> list[When]:
         return [others[when] for others in self.effects if when in others]
 
-    def _remedy(self, config: ConfigDict, when: When) -> str:
-        """Return the value of `when.field` under which the condition holds."""
+    def _advice(self, config: ConfigDict, when: When) -> str:
+        """Say which field is in the way of a condition, and what value would help, if any."""
+        named = [x for x in (when, *self._others(when)) if x.field]
+        better = {x: self._remedy(config, x) for x in named}
+        named.sort(key=lambda x: better[x] is None)
+        if not named:
+            return "here"
+        first = named[0]
+        now = get(config, first.field)
+        words = f"with {first.field} = {now!r}" if now == "" else f"with {first.field} = {now}"
+        help_ = better[first]
+        return words if help_ is None else f"{words}; add --config.{first.field}={help_}"
+
+    def _remedy(self, config: ConfigDict, when: When) -> str | None:
+        """Return the value of `when.field` under which the condition holds, if any."""
         if when.value is not None:
             return when.value
         section, _, name = when.field.rpartition(".")
@@ -152,7 +159,7 @@ class Schema:
             get(tried, section)[name] = choice
             if when.holds(self.values(tried)):
                 return choice
-        raise AssertionError(f"no choice of {when.field} gives an effect")
+        return None
 
     def check_version(self, saved: Iterable[str], where: str, known: Iterable[str] = ()) -> None:
         """Raise ValueError in one line where a saved configuration has other fields than are known.

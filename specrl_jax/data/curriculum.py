@@ -140,12 +140,6 @@ class PromptStream(StatePart):
         return self
 
 
-class Screened(PromptStream):
-    """SPEED (arXiv 2506.09016): uniform; the group buffer screens prompts with a few responses."""
-
-    screens = True
-
-
 class Chooser(PromptStream):
     """Draws each batch anew, from all prompts that are not busy.
 
@@ -176,9 +170,7 @@ class Chooser(PromptStream):
         return self.taken
 
 
-CURRICULA: dict[str, type[PromptStream]] = Table(
-    "CURRICULA", {"uniform": PromptStream, "speed": Screened}
-)
+CURRICULA: dict[str, type[PromptStream]] = Table("CURRICULA", {"uniform": PromptStream})
 
 
 def count_steps(config: Any, prompts: int) -> int:

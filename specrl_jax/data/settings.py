@@ -30,10 +30,6 @@ def _has_splits(config: Values) -> bool:
     return not Path(root).expanduser().is_file()
 
 
-def _screens(config: Values) -> bool:
-    return config.meaning("curriculum.name").screens
-
-
 ALPHABET = When(
     "tokenizer.source", lambda c: c.meaning("tokenizer.source") is not None, "characters"
 )
@@ -45,9 +41,8 @@ SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
-SCREENS = When("curriculum.name", _screens)
-# Recipes that read the bounds too say when: `EFFECTS`.
-RATES = When("curriculum.name", _screens)
+# Recipes that read the bounds say when: `EFFECTS`.
+RATES = When("", lambda c: False)
 
 
 # fmt: off
@@ -105,7 +100,7 @@ DATA_OPTIONS = Section("data.options", "of sort, the game, the task or the data 
 ), on=TAKES_OPTIONS, free=True)
 
 CURRICULUM = Section("curriculum", "which prompts come next", (
-    field("name", "uniform", "uniform | speed (screened first)", choice(_curricula)),
+    field("name", "uniform", "uniform (each prompt once an epoch)", choice(_curricula)),
     field("low", 0.0, "a prompt is chosen, or kept, if its mean reward is above this", FINITE,
           RATES),
     field("high", 1.0, "and below this", FINITE, RATES),

@@ -45,6 +45,10 @@ class TokenBudget(Stage):
     def asked_by(config) -> str:
         return "updates.token_budget" if config.updates.token_budget else ""
 
+    @staticmethod
+    def loss_count(config) -> int:
+        return config.updates.token_budget
+
     def __call__(self, run, state, batch, collected) -> Staged:
         budget = run.config.updates.token_budget
         rng = row_rng(run, state)

@@ -20,8 +20,9 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH, integer
-from specrl_jax.data.curriculum import CURRICULA, part_of
-from specrl_jax.data.settings import SCREENS
+from specrl_jax.data import curriculum
+from specrl_jax.data.curriculum import PromptStream, part_of
+from specrl_jax.data.settings import RATES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
@@ -83,17 +84,25 @@ class WaitingGroups(WholeRollout):
         keeps_all = part >= group_size or config.curriculum.reuse_screening
         return group_size if keeps_all else group_size - part
 
-    @staticmethod
-    def filters_groups(config) -> bool:
-        return config.algorithm.dynamic_sampling
+    @classmethod
+    def check_enough(cls, config, prompts: int) -> None:
+        """Raise ValueError where none are left for a rollout beside all that may wait."""
+        size = config.rollout.prompts_per_step
+        least = 2 * size
+        reason = cls.asked_by(config)
+        if part_size(config) < config.rollout.group_size:
+            parts = config.rollout.group_size // part_size(config)
+            least = (3 * parts + 1) * size
+            reason = f"curriculum.name = {config.curriculum.name}"
+        if prompts < least:
+            raise ValueError(
+                f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = "
+                f"{size}, got {prompts}; fewer prompts a step would fit"
+            )
 
     @staticmethod
-    def least_prompts(config) -> tuple[int, str]:
-        size = config.rollout.prompts_per_step
-        if CURRICULA[config.curriculum.name].screens:
-            parts = config.rollout.group_size // config.curriculum.screening
-            return (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
-        return 2 * size, "algorithm.dynamic_sampling"
+    def keeps_signal(config) -> bool:
+        return config.algorithm.dynamic_sampling
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
         return self.groups.wants_rollout()
@@ -161,10 +170,19 @@ class WaitingGroups(WholeRollout):
 COLLECTOR = WaitingGroups
 
 
+class Screened(PromptStream):
+    """Uniform, as SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with a few responses."""
+
+    screens = True
+
+
+CURRICULA = {"speed": Screened}
+
+
 def part_size(config) -> int:
     """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
     settings = config.curriculum
-    screens = CURRICULA[settings.name].screens
+    screens = curriculum.CURRICULA[settings.name].screens
     return settings.screening if screens else config.rollout.group_size
 
 
@@ -348,6 +366,8 @@ def _padded(row_ids: Sequence[tuple[int, int]], rows: int) -> np.ndarray:
     return np.asarray([*row_ids, *[(-1, 0)] * (rows - len(row_ids))], np.int32)
 
 
+SCREENS = When("curriculum.name", lambda c: c.meaning("curriculum.name").screens)
+EFFECTS = {RATES: SCREENS}
 SEVERAL_ROLLOUTS = When(
     "algorithm.dynamic_sampling",
     lambda c: c.algorithm.dynamic_sampling or c.meaning("curriculum.name").screens,

@@ -66,8 +66,8 @@ def build(config) -> tuple[Run, Params]:
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    make_stream(config, prompts)  # raises where there are too few prompts for a rollout
-    _check_enough(config, len(prompts.lens))
+    make_stream(config, prompts)  # checks what it can
+    collector_of(config).check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
     fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
@@ -205,17 +205,6 @@ def training_spec(
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """Return the policy's learning rate by its updates; it has none while the critic warms up."""
     return make_schedule(config.updates, policy_updates(config, total_steps))
-
-
-def _check_enough(config, count: int) -> None:
-    """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
-    least, reason = collector_of(config).least_prompts(config)
-    if count < least:
-        size = config.rollout.prompts_per_step
-        raise ValueError(
-            f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
-            f"got {count}; fewer prompts a step would fit"
-        )
 
 
 # The state ----------------------------------------------------------------------------------------

@@ -38,15 +38,14 @@ class WholeRollout(StatePart):
         """Return how many responses of a group are trained on."""
         return config.rollout.group_size
 
-    @staticmethod
-    def filters_groups(config) -> bool:
-        """Return whether groups whose rewards are equal are left out."""
-        return False
+    @classmethod
+    def check_enough(cls, config, prompts: int) -> None:
+        """Raise ValueError in one line where the prompts to train on are too few."""
 
     @staticmethod
-    def least_prompts(config) -> tuple[int, str]:
-        """Return how many training prompts a run needs at least, and the setting that asks it."""
-        return 0, ""
+    def keeps_signal(config) -> bool:
+        """Return whether groups without a signal are left out of batches."""
+        return False
 
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:

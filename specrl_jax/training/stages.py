@@ -86,7 +86,7 @@ class Advantages(Stage):
         if evidence.price is not None:
             metrics["reward/overlong"] = float(np.mean(evidence.price))
         # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
-        if not (run.collector.filters_groups(run.config) or critic):
+        if not (run.collector.keeps_signal(run.config) or critic):
             by_group = has_signal(batch).reshape(-1, run.trained_group_size).any(axis=1)
             metrics["reward/no_signal"] = float(np.mean(~by_group))
         return batch, None, {name: x for name, x in metrics.items() if not math.isnan(x)}

@@ -369,6 +369,11 @@ class Stage:
         raise NotImplementedError
 
     @staticmethod
+    def loss_count(config: Any) -> int:
+        """Return what the policy's loss is divided by; 0: the count of its aggregation."""
+        return 0
+
+    @staticmethod
     def shapes(config: Any, rollout: Rollout, batch: Batch) -> Batch:
         """Return the shapes of the batch after the stage; rollout, batch: shapes before it."""
         return batch

@@ -117,7 +117,7 @@ def supervise(
         loss=LossConfig(max_response_len=data.slots),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         critic=None,
-        token_budget=0,
+        loss_count=0,
         skip_nonfinite=False,
     )
     state = init_policy_state(update_spec, params, base_params)

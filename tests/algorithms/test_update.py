@@ -74,7 +74,7 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
 def test_a_budget_divides_the_sum_over_the_rows_that_are_taken(mesh):
     """Seven of 12 tokens are taken, of two rows, one of them cut; the sum is divided by 9."""
     batch = dataclasses.replace(ref.host_batch(), response_lens=np.array([3, 0, 4, 0], np.int32))
-    update_spec = dataclasses.replace(ref.LEARNER, token_budget=9)
+    update_spec = dataclasses.replace(ref.LEARNER, loss_count=9)
     got, metrics = ref.gradient(update_spec, batch, included=batch.response_lens > 0)
     value, want = jax.jit(
         jax.value_and_grad(lambda p: ref.plain_loss(p, batch, ref.LOSS, [0, 2]) * 7 / 9)

@@ -96,7 +96,7 @@ def test_the_update_takes_its_fields_from_the_config():
     assert got == want | elsewhere
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
     assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.updates.logits_chunk)
-    assert update_spec.token_budget == 20
+    assert update_spec.loss_count == 20
     assert update_spec.micro_batch_size == config.updates.micro_batch_size
 
 

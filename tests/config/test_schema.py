@@ -72,6 +72,13 @@ def test_another_condition_may_give_the_same_effect():
     assert schema.without_effect(config, "lamp.shade") == ""
 
 
+def test_no_choice_may_give_an_effect():
+    green = When("lamp.colour", lambda c: c.meaning("lamp.colour") == 3)
+    schema = _schema(Section("lamp", "", (field("leaf", 0, "of it", integer(), green),)))
+    line = "lamp.leaf has no effect with lamp.colour = red"
+    assert schema.without_effect(schema.defaults(), "lamp.leaf") == line
+
+
 def test_names_that_are_no_field_any_more():
     schema = _schema(renamed={"light.size": "lamp.size"})
     config = schema.defaults()

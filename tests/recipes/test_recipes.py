@@ -72,7 +72,8 @@ def test_all_that_ask_for_a_slot_have_it(monkeypatch):
 GUESTS = re.compile(
     r"run.?ahead|\bforks?\b|staleness|partial.?(rows|rollout)|treepo|copris"
     r"|gdpo|\bdpo\b|preference|superrl|shuffle.?r1|outer_pairs|c3po|mopps|e2h|easy_to_hard"
-    r"|solution_coef|turn_discount|prefix_relative|distill|teacher|score.?centering|dppo",
+    r"|solution_coef|token_budget|turn_discount|prefix_relative"
+    r"|distill|teacher|score.?centering|dppo",
     re.IGNORECASE,
 )
 CORE = (

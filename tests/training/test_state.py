@@ -122,8 +122,10 @@ def test_on_another_machine_seconds_are_measured_again(mesh, tmp_path, monkeypat
 
 
 def test_a_resume_with_other_solutions_is_refused():
-    origin = RunOrigin("", {}, 0, held_out="", solutions="now", is_reference=False)
-    host = {"shape": {}, "weights": 0, "held_out": "", "solutions": "before"}
+    origin = RunOrigin("", {}, 0, data={"solutions": "now"}, is_reference=False)
+    host = {"shape": {}, "weights": 0, "data": {"solutions": "before"}}
     line = line_of(origin.restore, host, None)
     assert line.startswith("data must be as in the checkpoint: the solutions were before, are now;")
-    assert origin.restore(host | {"solutions": "now"}, None) == origin
+    assert origin.restore(host | {"data": {"solutions": "now"}}, None) == origin
+    without = origin.restore(host | {"data": {"held-out prompts": "some"}}, None)
+    assert without.data == {"solutions": "now", "held-out prompts": "some"}
