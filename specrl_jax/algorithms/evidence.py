@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.config.fields import Rules, no_rules
+from specrl_jax.config.spec import filled
 from specrl_jax.types import Batch
 
 
@@ -24,14 +25,8 @@ class AdvantageConfig:
     @classmethod
     def from_config(cls, config, group_size: int, **own: Any) -> Self:
         """Return the settings of a configuration; own: what a subclass adds."""
-        return cls(
-            group_size=group_size,
-            normalize_std=config.algorithm.normalize_std,
-            leave_one_out=config.algorithm.leave_one_out,
-            gamma=config.critic.gamma,
-            gae_lambda=config.critic.gae_lambda,
-            **own,
-        )
+        section = {**config.critic, **config.algorithm}
+        return filled(cls, section, group_size=group_size, **own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jax import Array
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.corrections import masks_from
 from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.config.spec import filled
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
@@ -189,19 +190,10 @@ def make_update_spec(
 
 
 def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
-    settings = config.algorithm
-    return LossConfig(
-        objective=settings.objective,
-        ratio=settings.ratio,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-        aggregation=settings.aggregation,
-        kl_coef=settings.kl_coef,
-        kl_estimator=settings.kl_estimator,
-        entropy_coef=settings.entropy_coef,
-        importance_cap=settings.importance_cap,
-        masks=masks_from(settings.mask),
+    return filled(
+        LossConfig,
+        config.algorithm,
+        masks=masks_from(config.algorithm.mask),
         terms=tuple(term.from_config(config, frozen) for term in all_chosen(config, "TERM")),
         old_logprobs=config.updates.old_logprobs,
         group_size=config.rollout.group_size,
@@ -214,7 +206,7 @@ def _make_critic(config) -> Critic:
     rate = settings.learning_rate
     schedule = _after_ramp(optax.constant_schedule(rate), rate, settings.schedule_warmup)
     optimizer = make_optimizer(config.updates, schedule)
-    return Critic(optimizer, settings.kind, settings.coef, settings.clip)
+    return filled(Critic, settings, optimizer=optimizer)
 
 
 def _make_head_training(config, model: ModelConfig) -> DraftHeadTraining:

@@ -27,6 +27,7 @@ from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
 from specrl_jax.sharding import shards
+from specrl_jax.training.slots import frozen_of
 
 _NAMED = 3  # arrays that an error names
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -108,6 +109,10 @@ def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
         weights = jnp.dtype(model.dtype).itemsize * param_count(model)
         adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
         kept = [Part("weights", model_fields, weights), adapters]
+    if recipe := frozen_of(config):
+        other = recipe.shape(config, model.vocab_size)
+        weights = jnp.dtype(other.dtype).itemsize * param_count(other)
+        kept.append(Part("weights that are not trained", recipe.asked_by(config), weights))
     if DRAFT_SOURCES[rollout.draft].head:
         kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
     fields = "data.prompts rollout.group_size rollout.response_len"

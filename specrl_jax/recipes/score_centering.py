@@ -112,7 +112,7 @@ class Centering(Term):
         logprobs, known = match_ids(own["top_ids"], values.read[1], values.read[0])
         logprobs = jnp.where(known, logprobs, -jnp.inf)
         sampler = jnp.where(known, own["top_logprobs"], -jnp.inf)
-        parts = emitted_parts(outcomes(sampler), own)
+        parts = emitted_parts(outcomes(sampler), own, known)
         slopes = self._slopes(logprobs, sampler, parts, values, config)
         mask = values.batch.mask
         term = -centering(logprobs, slopes)
@@ -144,14 +144,21 @@ class Centering(Term):
         return slope * sum(mass * jnp.minimum(weight * factor, cap) for mass, weight in parts)
 
 
-def emitted_parts(sampler: Array, columns: dict[str, Array]) -> list[tuple[Array, Array | float]]:
+def emitted_parts(
+    sampler: Array, columns: dict[str, Array], known: Array
+) -> list[tuple[Array, Array | float]]:
     """Return the law of a token as parts: the mass [..., k + 1] and importance weight of each.
 
     sampler: π, from `outcomes`. columns: those of the batch; without "accepted" all is from π.
+    known: bool [..., k], the tokens of H whose log p is known; the others count among all others.
     """
     if "accepted" not in columns:
         return [(sampler, 1.0)]
     accepted = columns["accepted"]
+    unknown = jnp.sum(accepted[..., :-1], axis=-1, keepdims=True, where=~known)
+    accepted = jnp.concatenate(
+        [jnp.where(known, accepted[..., :-1], 0.0), accepted[..., -1:] + unknown], axis=-1
+    )
     rejected = jnp.maximum(1 - jnp.sum(accepted, axis=-1, keepdims=True), 0.0)
     return [(accepted, columns.get("accepted_weights", 1.0)), (rejected * sampler, 1.0)]
 

@@ -225,7 +225,8 @@ def _emit(now, old, lenience):
 def _law(now, old, lenience):
     """The law by the rule's own part, [..., k + 1] as its inputs."""
     accepted = Ratio(np.log(lenience)).accepted_probs(now, old)
-    return sum(mass for mass, _ in emitted_parts(now, {"accepted": accepted}))
+    known = np.ones(now.shape[-1] - 1, bool)
+    return sum(mass for mass, _ in emitted_parts(now, {"accepted": accepted}, known))
 
 
 LENIENCES = pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5), 4.0, math.inf])
