@@ -89,7 +89,7 @@ def test_the_update_takes_its_fields_from_the_config():
     )  # fmt: skip
     update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
-    elsewhere = {"max_response_len": 6, "group_size": 8, "old_logprobs": "recompute"}
+    elsewhere = {"max_response_len": 6, "group_size": 8, "old_logprobs": "recompute", "terms": ()}
     got = dataclasses.asdict(update_spec.loss)
     assert dict(got.pop("masks")) == masks
     want.pop("masks")
