@@ -16,10 +16,20 @@ import numpy as np
 from specrl_jax.inputs import one_line
 from specrl_jax.models.config import MAX_LAYERS
 from specrl_jax.models.families import FAMILIES, Family
-from specrl_jax.models.parameters import LAYER, TOP
+from specrl_jax.models.parameters import LAYER, TOP, file_name_of
 
 _MAX_SIZE = 2**20  # a file that says more is damaged
 _ROPE_DIVISORS = "rope_freqs.weight"
+# Fields of `rope.scaling`, and their names in config.json, by its type.
+_ROPE_FIELDS = {
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    },
+}
 # The file has only the divisors. Llama 3.1 to 3.3 all use these values.
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -88,7 +98,8 @@ def _check_offsets(reader: Any) -> None:
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
-    names = {family.gguf or name: name for name, family in FAMILIES.items()}
+    known = {name: family for name, family in FAMILIES.items() if family.gguf is not None}
+    names = {family.gguf or name: name for name, family in known.items()}
     if architecture not in names:
         rule = f"must be one of {', '.join(names)}"
         raise ValueError(f"{file}: general.architecture {rule}, got {architecture!r}")
@@ -99,12 +110,14 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
 
     plain = {"rope.scaling.type": "none", "rope.scale_linear": 1.0, "expert_count": 0}
     plain |= {"attention.sliding_window": 0, "attention.sliding_window_pattern": 0}
-    linear = "linear" in family.rope_types and get("rope.scaling.type") == "linear"
-    if linear:
+    scaling = get("rope.scaling.type")
+    if scaling in _ROPE_FIELDS and scaling in family.rope_types:
         del plain["rope.scaling.type"]
-    if "sliding_window" in family.defaults:
+        plain["rope.scaling.attn_factor"] = 1.0
+    if family.local and not family.window_switch:
         del plain["attention.sliding_window"]
-        plain["attention.sliding_window_pattern"] = family.defaults["sliding_window_pattern"]
+        pattern = family.defaults.get("sliding_window_pattern", 0)
+        plain["attention.sliding_window_pattern"] = pattern
     for name, value in plain.items():
         if (got := get(name, value)) != value:
             rule = f"must be {value!r} or absent"
@@ -132,8 +145,10 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         rule = f"must be the head dim {config['head_dim']}"
         raise ValueError(f"{file}: {architecture}.rope.dimension_count {rule}, got {size}")
     config |= _own_fields(family, config, get)
-    if linear:
-        config["rope_scaling"] = {"rope_type": "linear", "factor": get("rope.scaling.factor")}
+    if "rope.scaling.type" not in plain:
+        rope = {name: get(f"rope.scaling.{own}") for own, name in _ROPE_FIELDS[scaling].items()}
+        given = {name: value for name, value in rope.items() if value is not None}
+        config["rope_scaling"] = {"rope_type": scaling} | given
     if _ROPE_DIVISORS in stored:
         divisors = _dequantize(file, stored[_ROPE_DIVISORS])
         config["rope_parameters"] = _llama3(file, config, divisors)
@@ -148,6 +163,10 @@ def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[s
         "final_logit_softcapping": get("final_logit_softcapping"),
         "rope_local_base_freq": _float32(get("rope.freq_base_swa")),
         "query_pre_attn_scalar": config["head_dim"],
+        "embedding_multiplier": _float32(get("embedding_scale")),
+        "residual_multiplier": _float32(get("residual_scale")),
+        "attention_multiplier": _float32(get("attention.scale")),
+        "logits_scaling": _float32(get("logit_scale")),
     }
     if config["num_hidden_layers"] == family.gguf_layers_of_27b:
         fields["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
@@ -197,7 +216,7 @@ def _file_names(family: str, layers: int) -> dict[str, str]:
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     names = [parameter.file_name for parameter in TOP.values()]
-    names += [p.file_name.format(layer) for p in LAYER.values() for layer in range(layers)]
+    names += [file_name_of(family, n).format(layer) for n in LAYER for layer in range(layers)]
     architecture = FAMILIES[family].gguf or family
     name_map = get_tensor_name_map(MODEL_ARCH[architecture.upper()], layers)
     return {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}

@@ -19,7 +19,7 @@ def _gemma3(embed_dim: int, mlp_dim: int, num_layers: int) -> ModelConfig:
     """Return the shape of one of the smaller models of Gemma 3, which share the rest."""
     return ModelConfig(
         262_144, embed_dim, mlp_dim, num_layers, 4, 1, 256, rope_theta=1e6, family="gemma3_text",
-        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}),
+        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}, num_layers),
     )  # fmt: skip
 
 
@@ -103,12 +103,13 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
     same = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     same += ("family", "rope_theta", "tie_embeddings")
-    fields = {"query_pre_attn_scalar": config.model.head_dim}
+    head_dim = config.model.head_dim
+    fields = {"query_pre_attn_scalar": head_dim, "attention_multiplier": head_dim**-0.5}
     return ModelConfig(
         vocab_size=vocab_size,
         max_positions=config.data.prompt_len + config.rollout.response_len,
         **{name: config.model[name] for name in same},
-        **FAMILIES[config.model.family].switches(fields),
+        **FAMILIES[config.model.family].switches(fields, config.model.num_layers),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.families import FAMILIES
 
 Params = dict[str, Array | dict[str, Array]]  # all of a decoder, or adapters; layers stacked
 
@@ -60,8 +61,11 @@ class Parameter(NamedTuple):
         return self.size(config, self.file_axes.split(",")[-1])
 
 
+_IN_LAYER = "model.layers.{}."
+
+
 def _layer(axes: str, file_axes: str, name: str, switch: str = "") -> Parameter:
-    return Parameter(axes, file_axes, f"model.layers.{{}}.{name}", switch)
+    return Parameter(axes, file_axes, f"{_IN_LAYER}{name}", switch)
 
 
 TOP = {
@@ -71,11 +75,11 @@ TOP = {
 }
 # Of one layer. The tree has them stacked, with a leading axis L.
 LAYER = {
-    "attn_norm": _layer("d", "d", "input_layernorm.weight"),
+    "attn_norm": _layer("d", "d", "input_layernorm.weight", "pre_norms"),
     "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight", "no_post_norms"),
     # With norms after attention and MLP as well, files use that name for the former.
     "post_attn_norm": _layer("d", "d", "post_attention_layernorm.weight", "post_norms"),
-    "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "post_norms"),
+    "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "both_norms"),
     "post_mlp_norm": _layer("d", "d", "post_feedforward_layernorm.weight", "post_norms"),
     "q_proj": _layer("DNH", "NH,D", "self_attn.q_proj.weight"),
     "k_proj": _layer("DKH", "KH,D", "self_attn.k_proj.weight"),
@@ -87,6 +91,8 @@ LAYER = {
     "o_bias": _layer("d", "d", "self_attn.o_proj.bias", "output_bias"),
     "q_norm": _layer("H", "H", "self_attn.q_norm.weight", "qk_norm"),
     "k_norm": _layer("H", "H", "self_attn.k_norm.weight", "qk_norm"),
+    "q_all_norm": _layer("NH", "NH", "self_attn.q_norm.weight", "qk_norm_all"),
+    "k_all_norm": _layer("KH", "KH", "self_attn.k_norm.weight", "qk_norm_all"),
     "gate_proj": _layer("DF", "F,D", "mlp.gate_proj.weight"),
     "up_proj": _layer("DF", "F,D", "mlp.up_proj.weight"),
     "down_proj": _layer("FD", "D,F", "mlp.down_proj.weight"),
@@ -94,6 +100,12 @@ LAYER = {
     "up_bias": _layer("F", "F", "mlp.up_proj.bias", "mlp_bias"),
     "down_bias": _layer("d", "d", "mlp.down_proj.bias", "mlp_bias"),
 }
+
+
+def file_name_of(family: str, name: str) -> str:
+    """Return the name in a family's files of the tensor that holds a parameter of a layer."""
+    fused = FAMILIES[family].fused.get(name)
+    return f"{_IN_LAYER}{fused}" if fused else LAYER[name].file_name
 
 
 def adapter_names(weight: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ token.
 
 import functools
 import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,25 @@ from specrl_jax.models.layers import (
 from specrl_jax.models.parameters import LAYER, TOP, Params, select
 from specrl_jax.models.scores import softcapped
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
+
+
+class Ropes(NamedTuple):
+    """Rotary tables of the kinds of layers."""
+
+    of_global: Rope
+    of_local: Rope | None = None  # where there are local layers
+
+    def of(self, local: Array | bool | None, unrotated: Array | bool | None) -> Rope:
+        """Return the tables of one layer; arrays say its kind in a trace, None that none is so."""
+
+        def pick(kind: Array | bool | None, own: Rope | None, other: Rope) -> Rope:
+            if kind is None or isinstance(kind, bool):
+                return own if kind else other
+            return jax.tree.map(functools.partial(jnp.where, kind), own, other)
+
+        cos, sin = self.of_global
+        rope = pick(local, self.of_local, self.of_global)
+        return pick(unrotated, (jnp.ones_like(cos), jnp.zeros_like(sin)), rope)
 
 
 class Transformer(nnx.Module):
@@ -71,9 +91,9 @@ class Transformer(nnx.Module):
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
         rotary_BT = slots_BT if positions_BT is None else positions_BT
-        ropes = [self._rope(rotary_BT, slots, local=False)]
+        ropes = Ropes(self._rope(rotary_BT, slots, local=False))
         if self.config.local_layers:
-            ropes.append(self._rope(rotary_BT, slots, local=True))
+            ropes = ropes._replace(of_local=self._rope(rotary_BT, slots, local=True))
             place = place._replace(positions=positions_BT)
         x_BTD = self.lookup(tokens_BT)
         x_BTD, cache = self._run_layers(x_BTD, ropes, place, cache, gives_cache)
@@ -107,40 +127,41 @@ class Transformer(nnx.Module):
         """Return embeddings [B, T, D] of tokens int32 [B, T]."""
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
-        if not self.config.embed_scale:
+        if self.config.embed_factor == 1.0:
             return x_BTD
-        return x_BTD * jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
+        return x_BTD * jnp.asarray(self.config.embed_factor, x_BTD.dtype)
 
     def _run_layers(
-        self, x_BTD, ropes: list[Rope], place: Place, cache: KVCache | None, gives_cache: bool
+        self, x_BTD, ropes: "Ropes", place: Place, cache: KVCache | None, gives_cache: bool
     ):
-        """Run all layers. ropes: of global layers, and of local ones where there are any."""
+        """Run all layers."""
         local_L = self.config.local_layers
+        unrotated_L = self.config.unrotated_layers
         window = self.config.sliding_window
         if cache is not None:
             new_cache = []
             for i, (params, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
                 local = bool(local_L) and local_L[i]
+                rope = ropes.of(local, bool(unrotated_L) and unrotated_L[i])
                 own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, ropes[local], own_place, layer_cache)
+                x_BTD, layer_cache = block(x_BTD, rope, own_place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, tuple(new_cache)
 
-        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
-            params, local = inputs
-            rope = ropes[0]
+        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None, Array | None]):
+            params, local, unrotated = inputs
+            rope = ropes.of(local, unrotated)
             own_place = place
             if local is not None:
-                rope = jax.tree.map(functools.partial(jnp.where, local), ropes[1], ropes[0])
                 own_place = place._replace(window=jnp.where(local, window, MAX_INT))
             x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
             return x_BTD, fresh if gives_cache else None
 
         if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
-        inputs = dict(self.layers), jnp.array(local_L) if local_L else None
-        return jax.lax.scan(layer, x_BTD, inputs)
+        kinds = [jnp.array(kind) if kind else None for kind in (local_L, unrotated_L)]
+        return jax.lax.scan(layer, x_BTD, (dict(self.layers), *kinds))
 
 
 def compute_head(head_VD: Array, dtype) -> Array:
@@ -161,6 +182,8 @@ def final_logits(logits: Array, config: ModelConfig, ids: Array | None = None) -
 
     ids: int32, the tokens of the logits, where these are of some; None: of all.
     """
+    if config.logits_divisor != 1.0:
+        logits = logits / config.logits_divisor
     logits = softcapped(logits, config.final_softcap)
     if not config.unused_ids:
         return logits

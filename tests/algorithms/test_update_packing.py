@@ -19,7 +19,7 @@ from specrl_jax.types import Batch
 WINDOW = ref.MODEL.replace(
     num_layers=3,
     sliding_window=2,
-    sliding_window_pattern=2,
+    local_layers=(True, False, True),
     rope_local_theta=50.0,
     attn_softcap=2.0,
 )

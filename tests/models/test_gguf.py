@@ -14,7 +14,8 @@ from references.make_references import TINY
 from safetensors.numpy import load_file
 
 from specrl_jax.models import gguf, hf
-from specrl_jax.models.config import LinearScaling, RopeScaling
+from specrl_jax.models.config import LinearScaling, RopeScaling, YarnScaling
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.gguf import open_gguf
 
 TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
@@ -64,6 +65,21 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     }
     if config.sliding_window:
         metadata["attention.sliding_window"] = config.sliding_window
+    if config.family == "granite":
+        metadata |= {
+            "embedding_scale": config.embed_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "attention.scale": config.attention_multiplier,
+            "logit_scale": config.logits_divisor,
+        }
+    if isinstance(config.rope_scaling, YarnScaling):
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": config.rope_scaling.factor,
+            "rope.scaling.original_context_length": config.rope_scaling.original_max_positions,
+            "rope.scaling.yarn_beta_fast": config.rope_scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": config.rope_scaling.beta_slow,
+        }
     if config.attn_softcap:
         metadata["attn_logit_softcapping"] = config.attn_softcap
     if config.final_softcap:
@@ -78,7 +94,7 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     name_map = get_tensor_name_map(MODEL_ARCH[own.upper()], config.num_layers)
     for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
         values = array.astype(np.float32)
-        if config.family == "llama" and (".q_proj" in key or ".k_proj" in key):
+        if FAMILIES[config.family].gguf_interleaved and (".q_proj" in key or ".k_proj" in key):
             values = llama_cpp_rows(values, 4 if ".q_proj" in key else 2)
         if config.norm_adds_one and key.endswith("norm.weight"):
             values = values + 1
@@ -94,13 +110,21 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     return path
 
 
-@pytest.mark.parametrize("name", TINY)
+# llama.cpp has no such family, or none with such windows.
+NOT_IN_LLAMA_CPP = ("mistral", "mistral_window", "qwen2_windows", "olmo3")
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in NOT_IN_LLAMA_CPP])
 def test_gguf_of_each_family(name, tmp_path):
     config, params = hf.load(str(write_gguf(name, tmp_path)))
     expected_config, expected = hf.load(str(TINY_FILES / name))
     if isinstance(expected_config.rope_scaling, RopeScaling):
         # without a tensor of divisors the file knows nothing of stretched frequencies
         expected_config = replace(expected_config, rope_scaling=None)
+    if isinstance(expected_config.rope_scaling, YarnScaling):
+        # llama.cpp multiplies by 0.1 ln factor + 1
+        scaling = replace(expected_config.rope_scaling, attention_factor=0.0)
+        expected_config = replace(expected_config, rope_scaling=scaling)
     if name.startswith("gemma"):
         # The file has neither; llama.cpp takes the head dim and Gemma's own base.
         expected_config = replace(expected_config, query_pre_attn_scalar=8)
@@ -165,7 +189,7 @@ def test_gguf_of_gemma2_without_caps_has_those_of_llama_cpp(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("rope.scaling.type", "yarn", "'none' or absent"),
+        ("rope.scaling.type", "longrope", "'none' or absent"),
         ("attention.sliding_window", 128, "0 or absent"),
         ("attention.sliding_window_pattern", 2, "0 or absent"),
         ("rope.dimension_count", 4, "the head dim 8"),
