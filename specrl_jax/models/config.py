@@ -66,7 +66,7 @@ class ModelConfig:
 
     vocab_size: int
     embed_dim: int
-    mlp_dim: int
+    mlp_dim: int  # of an expert, where there are experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -99,6 +99,9 @@ class ModelConfig:
     unrotated_layers: tuple[bool, ...] = ()  # which have no rotary positions; (): none
     # rope_theta of local layers, without rope_scaling; 0: as the others, with rope_scaling
     rope_local_theta: float = 0.0
+    num_experts: int = 0  # of each layer, in the place of one MLP; 0: the MLP
+    experts_per_token: int = 0
+    norm_topk: bool = False  # the weights of a token's experts add up to 1
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
     unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
@@ -113,6 +116,15 @@ class ModelConfig:
     @property
     def no_post_norms(self) -> bool:
         return not self.post_norms
+
+    @property
+    def dense(self) -> bool:
+        return not self.num_experts
+
+    @property
+    def mlp_width(self) -> int:
+        """Return the width of what a token's feed-forward computes."""
+        return self.mlp_dim * (self.experts_per_token or 1)
 
     @property
     def both_norms(self) -> bool:

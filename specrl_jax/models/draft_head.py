@@ -69,7 +69,7 @@ class DraftHead(nnx.Module):
         embedded_BTD = rms_norm(embedded_BTD, self.embed_norm[...], self.config)
         x_BTD = self._project("state_proj", states_BTD) + self._project("embed_proj", embedded_BTD)
         rope = rope_tables(positions_BT, self.config)
-        x_BTD, layer = self.layer(x_BTD, rope, Place(start_B, ends_BT), layer)
+        x_BTD, layer, _ = self.layer(x_BTD, rope, Place(start_B, ends_BT), layer)
         return rms_norm(x_BTD, self.final_norm[...], self.config), layer
 
     def _project(self, name: str, x_BTD: Array) -> Array:

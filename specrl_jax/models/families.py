@@ -21,6 +21,9 @@ OWN_FIELDS = {
     "residual_multiplier": "residual_multiplier",
     "attention_multiplier": "attention_multiplier",
     "logits_scaling": "logits_divisor",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "norm_topk_prob": "norm_topk",
 }
 
 
@@ -63,6 +66,9 @@ class Family:
     heads_divide_embed: bool = False  # the class needs embed_dim % num_heads == 0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_by_kind: bool = False  # the class reads rope_parameters of local and of global layers
+    expert_size: str = ""  # the field of an expert's width, where there are experts
+    # Values of fields of `defaults` for random weights, which have no file.
+    random: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Names of tensors that hold several of ours, one below another: parameter → name in a layer.
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Defaults of further fields of config.json, with every name of `OWN_FIELDS` that it has.
@@ -70,6 +76,7 @@ class Family:
     # Other switches of `ModelConfig`.
     always: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     gguf: str | None = ""  # its name in llama.cpp, where that is another; None: it has none
+    gguf_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # llama.cpp's own
     gguf_interleaved: bool = False  # llama.cpp stores q and k rows in its own rotary order
     # Layers of the size whose query_pre_attn_scalar is embed_dim / num_heads; no file says it.
     gguf_layers_of_27b: int = 0
@@ -120,6 +127,7 @@ class Family:
 
 # The window of a file of Qwen's that has none.
 _QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
+_FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 _OLMO = {"pre_norms": False, "post_norms": True, "qk_norm_all": True}
 _GEMMA = {"norm_adds_one": True, "post_norms": True, "embed_scale": True}
 # The config.json of larger models holds little more than what differs from these.
@@ -234,6 +242,41 @@ FAMILIES = {
         window_switch=True,
         layer_types=True,
         defaults=_QWEN_WINDOWS,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        max_positions=32_768,
+        qk_norm=True,
+        bias_fields=("attention_bias",),
+        local=every_layer,
+        window_switch=True,
+        expert_size="moe_intermediate_size",
+        defaults={
+            "sliding_window": 4096,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        random=_FEW_EXPERTS | {"norm_topk_prob": True},
+        gguf="qwen3moe",
+        gguf_fields={"norm_topk_prob": True},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        max_positions=4096,
+        bias_fields=("attention_bias",),
+        heads_divide_embed=True,
+        expert_size="intermediate_size",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        always={"qk_norm_all": True},
+        random=_FEW_EXPERTS,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",

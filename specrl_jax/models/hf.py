@@ -238,10 +238,18 @@ def _in_file(config: ModelConfig) -> dict[str, list[Part]]:
         parts[parameter.file_name] = [Part(parameter, name, ())]
     for layer in range(config.num_layers):
         for name, parameter in select(LAYER, config).items():
-            file_name = file_name_of(config.family, name).format(layer)
-            part = Part(parameter, f"layers/{name}", (layer,))
-            parts.setdefault(file_name, []).append(part)
+            file_name = file_name_of(config.family, name)
+            for at in _places(config, parameter, layer):
+                part = Part(parameter, f"layers/{name}", at)
+                parts.setdefault(file_name.format(*at), []).append(part)
     return parts
+
+
+def _places(config: ModelConfig, parameter: Parameter, layer: int) -> list[tuple[int, ...]]:
+    """Return where the tensors of a layer's parameter are in our array: of each expert, or one."""
+    if not parameter.per_expert:
+        return [(layer,)]
+    return [(layer, expert) for expert in range(config.num_experts)]
 
 
 def _check_shapes(

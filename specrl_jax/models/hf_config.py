@@ -76,6 +76,8 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     if values.get("num_key_value_heads", 0) is None:
         nulls["num_key_value_heads"] = values.get("num_attention_heads")
     values = {k: v for k, v in values.items() if v is not None} | nulls
+    if family.expert_size and "num_local_experts" in values:  # as transformers 5 writes it
+        values = {"num_experts": values["num_local_experts"]} | values
     values = family.config_defaults() | values
     known = family.defaults.get("hidden_activation", "silu")
     for field in ("hidden_act", "hidden_activation"):
@@ -97,6 +99,8 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     for field, bounds in _OWN_NUMBERS.items():
         if field in family.defaults:
             values[field] = _number(values, field, bounds, file)
+    if family.expert_size:
+        values |= _expert_fields(values, family, file)
     embed_dim = _size(values, "hidden_size", file)
     num_heads = _size(values, "num_attention_heads", file)
     values.setdefault("num_key_value_heads", num_heads)
@@ -141,7 +145,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     values |= {name: getattr(config, name) for name in family.bias_fields}
     own = {name: getattr(config, ours) for name, ours in OWN_FIELDS.items()}
-    values |= {name: own[name] or None for name in own if name in family.defaults}
+    values |= {n: own[n] or None for n in own if n in family.defaults and own[n] is not False}
+    if family.expert_size:
+        values |= {family.expert_size: config.mlp_dim, "norm_topk_prob": config.norm_topk}
     if family.local:
         values |= _window_fields(config, family)
     if "no_rope_layer_interval" in family.defaults:
@@ -238,6 +244,19 @@ def _is_none(values: Mapping[str, Any], name: str, kinds: list | None) -> bool:
     """Return whether a file says null, or has layers that need no such field."""
     zero = type(values[name]) is int and values[name] == 0
     return zero and (name != "sliding_window" or LOCAL not in (kinds or ()))
+
+
+def _expert_fields(values: Mapping[str, Any], family: Family, file: str) -> dict[str, int]:
+    """Return the sizes of a mixture; ValueError where some layers have none."""
+    most = _size(values, "num_experts", file)
+    if _size(values, "num_experts_per_tok", file) > most:
+        got = values["num_experts_per_tok"]
+        raise ValueError(f"{file}: num_experts_per_tok must be <= num_experts {most}, got {got}")
+    _switch(values, "norm_topk_prob", file)
+    for name, known in {"decoder_sparse_step": 1, "mlp_only_layers": []}.items():
+        if (got := values.get(name, known)) != known:
+            raise ValueError(f"{file}: {name} must be {known!r}, got {got!r:.40}")
+    return {"intermediate_size": _size(values, family.expert_size, file)}
 
 
 def _check_no_rope(values: Mapping[str, Any], file: str) -> None:

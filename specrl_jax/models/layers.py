@@ -17,6 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from specrl_jax.models import experts
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, Scaling, YarnScaling
 from specrl_jax.models.kv_cache import Layer, write
@@ -184,6 +185,7 @@ class Place(NamedTuple):
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
     positions: Array | None = None  # int32 [B, T], only where starts is None and layers are local
     window: int | Array | None = None  # of a local layer; None: it sees all
+    counted: Array | None = None  # bool [B, T], tokens in the load of experts; None: all
 
 
 class LayerModule(nnx.Module):
@@ -341,17 +343,40 @@ class MLP(LayerModule):
         return jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
 
 
+class Experts(LayerModule):
+    """Feed-forwards with a gate, of which a router chooses some for each token."""
+
+    names = ("router", "expert_gate", "expert_up", "expert_down")
+
+    def __call__(self, x_BTD: Array, counted_BT: Array | None) -> tuple[Array, experts.Load]:
+        """Return the output and the load of the experts; counted: see `experts.load`."""
+        config = self.config
+        flat = axes("batch", None)
+        x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
+        router_DE = reshard(self.router[...].astype(jnp.float32), None, None)
+        probs_ME, weights_Mk, ids_Mk = experts.route(
+            x_MD, router_DE, config.experts_per_token, config.norm_topk
+        )
+        weights = [self.weight(name) for name in self.names[1:]]
+        out_MD = experts.mix(ACTIVATIONS[config.activation], x_MD, weights_Mk, ids_Mk, *weights)
+        counted_M = counted_BT
+        if counted_BT is not None:
+            counted_M = jnp.reshape(counted_BT, -1, out_sharding=axes("batch"))
+        out_BTD = jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
+        return out_BTD, experts.load(probs_ME, ids_Mk, counted_M)
+
+
 class DecoderLayer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); without pre norms
-    the inner ones are left out.
+    the inner ones are left out. A call returns the load of its experts too, None without any.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
         self.attention = Attention(config, params)
-        self.mlp = MLP(config, params)
+        self.mlp = MLP(config, params) if config.dense else Experts(config, params)
         mlp_norm = "pre_mlp_norm" if config.post_norms else "mlp_norm"
         self.pre_norms = self._norms(params, config.pre_norms, "attn_norm", mlp_norm)
         self.post_norms = self._norms(params, config.post_norms, "post_attn_norm", "post_mlp_norm")
@@ -363,8 +388,13 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x_BTD, rope: Rope, place: Place, cache: Layer | None = None):
         out_BTD, cache = self.attention(self._norm(x_BTD, self.pre_norms[0]), rope, place, cache)
         x_BTD = self._add(x_BTD, out_BTD, self.post_norms[0])
-        out_BTD = self.mlp(self._norm(x_BTD, self.pre_norms[1]))
-        return self._add(x_BTD, out_BTD, self.post_norms[1]), cache
+        normed = self._norm(x_BTD, self.pre_norms[1])
+        load = None
+        if self.config.dense:
+            out_BTD = self.mlp(normed)
+        else:
+            out_BTD, load = self.mlp(normed, place.counted)
+        return self._add(x_BTD, out_BTD, self.post_norms[1]), cache, load
 
     def _norm(self, x_BTD: Array, weight: nnx.Param | None) -> Array:
         return x_BTD if weight is None else rms_norm(x_BTD, weight[...], self.config)

@@ -10,7 +10,7 @@ from specrl_jax.models.config import IdRanges, Lora, ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import round_slots
-from specrl_jax.models.parameters import ADAPTED
+from specrl_jax.models.parameters import ADAPTED, LAYER, select
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
 
@@ -103,13 +103,14 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
     same = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     same += ("family", "rope_theta", "tie_embeddings")
+    family = FAMILIES[config.model.family]
     head_dim = config.model.head_dim
     fields = {"query_pre_attn_scalar": head_dim, "attention_multiplier": head_dim**-0.5}
     return ModelConfig(
         vocab_size=vocab_size,
         max_positions=config.data.prompt_len + config.rollout.response_len,
         **{name: config.model[name] for name in same},
-        **FAMILIES[config.model.family].switches(fields, config.model.num_layers),
+        **family.switches(family.random | fields, config.model.num_layers),
     )
 
 
@@ -124,6 +125,13 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
-    names = tuple(name for name in ADAPTED if re.search(config.lora.targets, name))
+    present = select(LAYER, shape)
+    names = tuple(x for x in ADAPTED if x in present and re.search(config.lora.targets, x))
+    if config.lora.rank and not names:
+        known = ", ".join(name for name in ADAPTED if name in present)
+        raise ValueError(
+            f"lora.targets must be found in one of {known}, the weights of family {shape.family} "
+            f"that may have adapters, got {config.lora.targets!r}"
+        )
     lora = Lora(config.lora.rank, config.lora.alpha, names) if config.lora.rank else None
     return shape.replace(dtype=dtype, remat=config.model.remat, lora=lora)

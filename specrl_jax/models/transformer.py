@@ -30,7 +30,7 @@ from specrl_jax.models.layers import (
     rms_norm,
     rope_tables,
 )
-from specrl_jax.models.parameters import LAYER, TOP, Params, select
+from specrl_jax.models.parameters import LAYER, TOP, Params, is_float32, select
 from specrl_jax.models.scores import softcapped
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
 
@@ -73,6 +73,7 @@ class Transformer(nnx.Module):
         positions_BT: Array | None = None,
         ends_BT: Array | None = None,
         gives_cache: bool = False,
+        counted_BT: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
         """Return hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
@@ -81,11 +82,13 @@ class Transformer(nnx.Module):
         cache: Keys and values of all earlier slots; layers are unstacked. None: the tokens see each
             other, layers are stacked.
         gives_cache: Give keys and values [L, B, T, K, H] in the place of a cache.
+        counted_BT: bool, the tokens whose load of experts (`experts.Load` of all layers) to give in
+            the place of a cache, without `gives_cache`; None: none.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
         rows, width = tokens_BT.shape
-        place = Place(start_B, ends_BT)
+        place = Place(start_B, ends_BT, counted=counted_BT)
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
@@ -145,7 +148,7 @@ class Transformer(nnx.Module):
                 rope = ropes.of(local, bool(unrotated_L) and unrotated_L[i])
                 own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, rope, own_place, layer_cache)
+                x_BTD, layer_cache, _ = block(x_BTD, rope, own_place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, tuple(new_cache)
 
@@ -155,8 +158,10 @@ class Transformer(nnx.Module):
             own_place = place
             if local is not None:
                 own_place = place._replace(window=jnp.where(local, window, MAX_INT))
-            x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
-            return x_BTD, fresh if gives_cache else None
+            x_BTD, fresh, load = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
+            if gives_cache:
+                return x_BTD, fresh
+            return x_BTD, None if place.counted is None else load
 
         if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
@@ -261,7 +266,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
         if name.endswith("bias"):
             return jnp.zeros(shape)
         std = (TOP | LAYER)[name].fan_in(config) ** -0.5
-        std = std * depth if name in ("o_proj", "down_proj") else std
+        std = std * depth if name in ("o_proj", "down_proj", "expert_down") else std
         noise_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return std * jax.random.normal(noise_key, shape)
 
@@ -285,7 +290,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
-    """Copy weights: cast to the compute type, but for norms' scales, gathered over "fsdp", layers
+    """Copy weights: cast to the compute type, but for `is_float32`, gathered over "fsdp", layers
     unstacked, projections joined. Adapters stay beside their weights, as the update computes with
     them: in bfloat16 a sum of both would hide what they have learned."""
     convert = functools.partial(convert_weight, config)
@@ -300,7 +305,7 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
 
 def convert_weight(config: ModelConfig, name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
     """Copy a weight of the rollout in the type that the update computes with, in these axes."""
-    dtype = x.dtype if name.endswith("norm") else config.dtype
+    dtype = x.dtype if is_float32(name) else config.dtype
     # Always a copy: the update donates the originals.
     return reshard(jnp.copy(x).astype(dtype), *dims)
 

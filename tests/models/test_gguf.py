@@ -4,6 +4,7 @@ The real file, with quantised weights, is in test_hf.py.
 """
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,12 +44,27 @@ def llama_cpp_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray
     return np.array(divisors, np.float32)
 
 
+def join_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stack each layer's experts, as `Qwen2MoeModel.modify_tensors` of the same file does."""
+    joined = {}
+    for key, array in tensors.items():
+        name = re.sub(r"experts\.\d+\.", "experts.", key)
+        count = sum(re.sub(r"experts\.\d+\.", "experts.", x) == name for x in tensors)
+        numbered = (
+            [key.replace(re.search(r"experts\.\d+", key)[0], f"experts.{i}") for i in range(count)]
+            if name != key
+            else []
+        )
+        joined[name] = np.stack([tensors[x] for x in numbered]) if numbered else array
+    return joined
+
+
 def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=None) -> Path:
     """A tiny reference as llama.cpp's converter writes it: weights float16, norms float32."""
     from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
     config = hf.load(str(TINY_FILES / name))[0]
-    own = config.family.removesuffix("_text")
+    own = FAMILIES[config.family].gguf or config.family
     family = architecture or own
     path = folder / f"{name}.gguf"
     writer = GGUFWriter(path, family)
@@ -65,6 +81,12 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     }
     if config.sliding_window:
         metadata["attention.sliding_window"] = config.sliding_window
+    if config.num_experts:
+        metadata |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.experts_per_token,
+            "expert_feed_forward_length": config.mlp_dim,
+        }
     if config.family == "granite":
         metadata |= {
             "embedding_scale": config.embed_multiplier,
@@ -92,7 +114,7 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
         if value is not None:  # left out
             add[type(value)](f"{family}.{key}", value)
     name_map = get_tensor_name_map(MODEL_ARCH[own.upper()], config.num_layers)
-    for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
+    for key, array in join_experts(load_file(TINY_FILES / name / "model.safetensors")).items():
         values = array.astype(np.float32)
         if FAMILIES[config.family].gguf_interleaved and (".q_proj" in key or ".k_proj" in key):
             values = llama_cpp_rows(values, 4 if ".q_proj" in key else 2)

@@ -113,6 +113,24 @@ def test_config_of_each_family():
             attention_multiplier=0.2,
             logits_divisor=0.5,
         ),
+        "qwen3_moe": ModelConfig(
+            **common | {"mlp_dim": 12},
+            family="qwen3_moe",
+            qk_norm=True,
+            tie_embeddings=False,
+            num_experts=6,
+            experts_per_token=2,
+            norm_topk=True,
+        ),
+        "olmoe": ModelConfig(
+            **common | {"head_dim": 4},
+            family="olmoe",
+            norm_eps=1e-5,
+            qk_norm_all=True,
+            tie_embeddings=False,
+            num_experts=4,
+            experts_per_token=3,
+        ),
     }
     assert configs["gemma3"].local_layers == (True,) * 5 + (False, True)
     assert configs["gemma2"].local_layers == (True, False, True)
@@ -208,6 +226,10 @@ WINDOW = {"sliding_window": 64, "max_window_layers": 1}
             "mistral_window", "layer_types", ["full_attention"] * 2,
             " must be 'sliding_attention' there, as MistralForCausalLM computes it, got 'full.*",
         ),
+        ("qwen3_moe", "mlp_only_layers", [1], r" must be \[\], got \[1\]"),
+        ("qwen3_moe", "decoder_sparse_step", 2, " must be 1, got 2"),
+        ("olmoe", "num_experts_per_tok", 5, " must be <= num_experts 4, got 5"),
+        ("olmoe", "norm_topk_prob", 1, " must be true or false, got 1"),
         ("smollm3", "no_rope_layers", [1, 0], r" must be 4, each 0 or 1, got \[1, 0\]"),
         (
             "granite", "logits_scaling", 0,

@@ -69,6 +69,9 @@ FAMILIES = {
         attention_multiplier=0.2,
         logits_divisor=0.5,
     ),
+    "qwen3_moe": BASE.replace(
+        family="qwen3_moe", qk_norm=True, num_experts=6, experts_per_token=2, norm_topk=True
+    ),
 }
 EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 

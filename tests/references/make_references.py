@@ -124,6 +124,16 @@ TINY = {
             "attention_bias": True,
         },
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 3}),
 }
 PROMPTS = (
     "What is 7 + 5 - 3?",
@@ -150,6 +160,7 @@ def tiny_model(name: str, seed: int, **changes):
     family, settings = TINY[name]
     fields = {"pad_token_id": None} | SIZES | settings | changes
     config = AutoConfig.for_model(family, **fields)
+    config._experts_implementation = "eager"  # others know no float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     rng = np.random.default_rng(seed)
     for weight_name, weight in model.named_parameters():
