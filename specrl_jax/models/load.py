@@ -41,6 +41,15 @@ SHAPES = {
         151_936, 4_096, 12_288, 36, 32, 8, 128, family="qwen3", rope_theta=1e6, qk_norm=True,
         tie_embeddings=False,
     ),
+    "Qwen/Qwen3-30B-A3B": ModelConfig(
+        151_936, 2_048, 768, 48, 32, 4, 128, family="qwen3_moe", rope_theta=1e6, qk_norm=True,
+        tie_embeddings=False, max_positions=40_960, num_experts=128, experts_per_token=8,
+        norm_topk=True,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": ModelConfig(
+        128_256, 2_048, 11_008, 36, 16, 4, 128, family="smollm3", rope_theta=5e6,
+        max_positions=65_536, unrotated_layers=(False, False, False, True) * 9,
+    ),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ token.
 """
 
 import functools
+import math
 import zlib
 from typing import NamedTuple
 
@@ -212,6 +213,15 @@ def param_shapes(config: ModelConfig) -> dict:
 def param_count(config: ModelConfig) -> int:
     """Return the number of parameters."""
     return sum(x.size for x in jax.tree.leaves(param_shapes(config)))
+
+
+def used_param_count(config: ModelConfig) -> int:
+    """Return the number of parameters that a token is multiplied with: of its own experts."""
+    layer = select(LAYER, config).values()
+    per_expert = sum(math.prod(p.shape(config)) for p in layer if p.per_expert)
+    unused = config.num_experts - config.experts_per_token
+    idle = config.num_layers * per_expert * unused // max(config.num_experts, 1)
+    return param_count(config) - idle
 
 
 def abstract_params(config: ModelConfig) -> dict:
