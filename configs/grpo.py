@@ -160,6 +160,7 @@ def base() -> ConfigDict:
     algorithm.kl_coef = 0.0  # weight of the KL to the reference, β of dpo; 0: none; paper 1e-4
     algorithm.kl_estimator = "k3+"  # of the loss: k3+ | k1+ | k2, with the same gradient; paper k3
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
+    algorithm.balance_coef = 0.0  # of the loss that spreads tokens over experts, arXiv 2101.03961
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off
     algorithm.importance_cap = 0.0  # TIS: cap of the weight π / what a token came from; 0: off
     algorithm.keep_sampling_mask = False  # log-probs among the tokens that rollout.top_k allowed

@@ -26,6 +26,7 @@ from specrl_jax.algorithms.scoring import (
     slot_support,
 )
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.models.experts import balance_loss
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.packing import Sequences
@@ -182,12 +183,16 @@ def _gradients(
         trained, critic_params = weights
         params = adapted(update_spec.model, trained, base_params)
         support = slot_support(part.support, nodes, sequences)
-        slots, states = slot_logprobs(update_spec, params, critic_params, sequences, support)
+        slots, states, load = slot_logprobs(update_spec, params, critic_params, sequences, support)
         rows = read_nodes(slots, nodes)
         total, sums = policy_loss(
             rows.logprobs, rows.entropy, part, update_spec.loss, policy_normalizer
         )
         sums["loss"] = total
+        if load is not None:
+            balance = balance_loss(load) / packed.count
+            total = total + update_spec.balance_coef * balance
+            sums |= {"balance_loss": balance, "expert_tokens": load.tokens}
         if rows.values is not None:
             critic = update_spec.critic
             error, critic_sums = value_loss(rows.values, part, critic.clip, critic_normalizer)

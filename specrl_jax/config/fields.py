@@ -322,6 +322,7 @@ FIELDS: dict[str, Field] = {
         key_of("algorithms.losses:KL_ESTIMATORS"), KL, BY_TOKEN, may_change=NEW_RUN
     ),
     "algorithm.entropy_coef": _row(FINITE, may_change=NEW_RUN),
+    "algorithm.balance_coef": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.solution_coef": _row(WEIGHT, may_change=NEW_RUN),
     "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
     "algorithm.keep_sampling_mask": _row(SWITCH, TOP_K, idle=False),
