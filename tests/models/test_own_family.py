@@ -32,7 +32,7 @@ def test_a_family_is_a_row(mesh, tmp_path, monkeypatch):
     monkeypatch.setitem(TINY, "ministral", ("ministral", settings))
     theirs = tiny_model("ministral", seed=5)
     theirs.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="model_type must be one of .*, got 'ministral'"):
+    with pytest.raises(ValueError, match=r"model_type must be one of .*, got 'ministral'"):
         hf.load(str(tmp_path / "theirs"))
 
     before = dict(FAMILIES)
