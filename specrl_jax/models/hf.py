@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
 from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, Parameter, file_name_of, select
 from specrl_jax.models.transformer import param_shapes
@@ -127,10 +128,17 @@ def save_adapters(
     """Write a directory that `peft.PeftModel.from_pretrained` loads.
 
     path: made if absent. config: with `lora`. adapters: the tree of `lora.init_adapters`. base: the
-    model that they were trained on, as peft is to load it.
+    model that they were trained on, as peft is to load it. Raises ValueError in one line where the
+    family's files hold an adapted weight in one tensor with others.
     """
     from safetensors.numpy import save_file
 
+    if fused := [name for name in config.lora.names if name in FAMILIES[config.family].fused]:
+        raise ValueError(
+            f"--adapters cannot be used with family {config.family} and adapters on {fused[0]}: "
+            "its files have one tensor of several weights, which peft adapts as one; leave the "
+            "flag out"
+        )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}

@@ -1,5 +1,7 @@
 """Mixtures of experts against plain loops and against transformers' gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +24,13 @@ from specrl_jax.sharding import put
 MIXTURE = FAMILIES["qwen3_moe"]
 
 
-def test_experts_equal_a_loop_over_tokens(make_mesh):
+@pytest.mark.parametrize("product", ["_through_all", "_through_runs", "_through_blocks"])
+def test_experts_equal_a_loop_over_tokens(make_mesh, monkeypatch, product):
     """Also where one expert gets all tokens, and where shards have other tokens."""
+    monkeypatch.setattr(experts, "_BLOCKS", (2, 4))
+    few = {"cpu": 8 if product == "_through_all" else 0}
+    monkeypatch.setattr(experts, "_FEW_TOKENS", few)
+    monkeypatch.setattr(experts, "_PRODUCTS", {"cpu": getattr(experts, product)})
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, 6)).astype(np.float32)
     gate, up = rng.normal(size=(2, 5, 6, 4)).astype(np.float32)
@@ -40,9 +47,8 @@ def test_experts_equal_a_loop_over_tokens(make_mesh):
             with jax.set_mesh(make_mesh(*shape)):
                 rows = [put(a, "batch", None) for a in (x, weights, ids)]
                 parts = [put(gate, None, None, "mlp"), put(up, None, None, "mlp")]
-                mixed = jax.jit(experts.mix, static_argnums=0)(
-                    jax.nn.silu, *rows, *parts, put(down, None, "mlp", None)
-                )
+                mix = jax.jit(functools.partial(experts.mix, jax.nn.silu))
+                mixed = mix(*rows, *parts, put(down, None, "mlp", None))
             np.testing.assert_allclose(np.asarray(mixed), expected, atol=1e-5)
 
 
