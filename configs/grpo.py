@@ -6,7 +6,8 @@
 
 Presets: tiny (default; 2 CPU cores, 3 to 7 minutes), micro (the same in seconds), custom (your
 model, data and reward), smollm2 and gemma3_270m (pretrained weights, short sums), gsm8k (SmolLM2 on
-GSM8K), qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232). "paper" in the comments is that run.
+GSM8K), qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232; "paper" in the comments is that run),
+qwen3_30b_a3b (a mixture of experts).
 """
 
 import math
@@ -285,5 +286,29 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.warmup.learning_rate = 1e-5
 
 
-_ALL = (tiny, micro, custom, smollm2, gemma3_270m, gsm8k, qwen3_1p7b)
+def qwen3_30b_a3b(config: ConfigDict) -> None:
+    """Qwen3-30B-A3B without thinking on GSM8K, adapters of rank 32 on attention, 8 H100.
+
+        python launch/train.py --config=configs/grpo.py:qwen3_30b_a3b
+
+    Each token passes through 8 of 128 experts in each of 48 layers. Expect what docs/scaling.md has
+    of its memory; what reward to expect is not known. It teaches the fields of a mixture of
+    experts: "tensor" splits each expert's width and the four key/value heads.
+
+    Measured: not run. docs/scaling.md has what compilers say.
+    """
+    gsm8k(config)
+    _pretrained(config, "Qwen/Qwen3-30B-A3B")
+    config.tokenizer.template_options.enable_thinking = False
+    config.model.remat = True
+    config.lora.rank = 32
+    config.lora.targets = "[qkvo]_proj"
+    config.rollout.response_len = 1_024
+    config.updates.learning_rate = 1e-5
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.mesh.tensor = 4
+
+
+_ALL = (tiny, micro, custom, smollm2, gemma3_270m, gsm8k, qwen3_1p7b, qwen3_30b_a3b)
 PRESETS = {preset.__name__: preset for preset in _ALL}

@@ -4,6 +4,7 @@
     python launch/train.py --config=configs/one_device.py:gemma3_270m         Gemma 3, 16 GB
     python launch/train.py --config=configs/one_device.py:qwen3_0p6b          adapters, 24 GB
     python launch/train.py --config=configs/one_device.py:gemma3_1b           adapters, 24 GB
+    python launch/train.py --config=configs/one_device.py:smollm3_3b          adapters, 80 GB
 
 16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090. Models and GSM8K come from the Hugging Face
 hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All other fields are
@@ -73,6 +74,16 @@ def gemma3_1b(config: ConfigDict) -> None:
     config.updates.logits_chunk = 16
 
 
+def smollm3_3b(config: ConfigDict) -> None:
+    """SmolLM3-3B without thinking, adapters of rank 32, responses of up to 1,024 tokens.
+
+    Not run; docs/scaling.md has what compilers say.
+    """
+    config.model.source = "HuggingFaceTB/SmolLM3-3B"
+    config.tokenizer.template_options.enable_thinking = False
+    _adapters(config)
+
+
 def _adapters(config: ConfigDict) -> None:
     config.lora.rank = 32
     config.model.remat = True
@@ -81,4 +92,5 @@ def _adapters(config: ConfigDict) -> None:
     config.warmup.learning_rate = 1e-4
 
 
-PRESETS = {preset.__name__: preset for preset in (smollm2, gemma3_270m, qwen3_0p6b, gemma3_1b)}
+_ALL = (smollm2, gemma3_270m, qwen3_0p6b, gemma3_1b, smollm3_3b)
+PRESETS = {preset.__name__: preset for preset in _ALL}

@@ -19,6 +19,7 @@ from specrl_jax import abstract, hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.experts import Load
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
@@ -153,17 +154,18 @@ def slot_logprobs(
     support_mTk: Array | None = None,
     term_inputs: tuple = (),
     shared: tuple = (),
-) -> tuple[TokenLogprobs, Array]:
+) -> tuple[TokenLogprobs, Array, Load | None]:
     """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
     support: from `slot_support`; log-probs are among these tokens, entropies among all.
     term_inputs, shared: of each term of the loss, what its `read` gets; (): they read nothing.
 
-    Returns what the parent's state says of each slot's token, [m, T], and the policy's states
-    [m, T, D].
+    Returns what the parent's state says of each slot's token, [m, T], the policy's states
+    [m, T, D], and the load of its experts by layer; None without any.
     """
     model = Transformer(update_spec.model, params)
-    states_mTD = hidden_states(model, sequences)
+    counted_mT = None if update_spec.model.dense else held_slots(sequences)
+    states_mTD, load = _states(model, sequences, counted_mT)
     hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
     def read_logits(logits: Array, inputs: tuple, *shared: Any) -> tuple[Array, Array, tuple]:
@@ -179,11 +181,11 @@ def slot_logprobs(
     )
     columns = TokenLogprobs(logprobs_mT, entropy_mT, values=None, terms=read)
     if critic is None:
-        return columns, states_mTD
+        return columns, states_mTD, load
     decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
         hidden_mTD = gather_tokens(hidden_states(decoder, sequences), sequences.parents)
-    return columns._replace(values=token_values(critic, hidden_mTD)), states_mTD
+    return columns._replace(values=token_values(critic, hidden_mTD)), states_mTD, load
 
 
 def read_nodes(slots: Any, nodes_nR: Array) -> Any:
@@ -289,11 +291,32 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
 
 
 def hidden_states(model: Transformer, sequences: Sequences) -> Array:
-    """Return hidden states [m, T, D] of the slots.
+    """Return hidden states [m, T, D] of the slots."""
+    return _states(model, sequences)[0]
+
+
+def _states(
+    model: Transformer, sequences: Sequences, counted_mT: Array | None = None
+) -> tuple[Array, Load | None]:
+    """Return hidden states [m, T, D] of the slots, and the load of experts in those counted.
 
     The state of a token's parent predicts the token.
     """
-    return model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)[0]
+    return model(
+        sequences.tokens,
+        positions_BT=sequences.depths,
+        ends_BT=sequences.ends,
+        counted_BT=counted_mT,
+    )
+
+
+def held_slots(sequences: Sequences) -> Array:
+    """Return which slots [..., T] hold a token."""
+    slots = jnp.arange(sequences.tokens.shape[-1])[(None,) * (sequences.tokens.ndim - 1)]
+    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
+    # token has a token after it.
+    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
+    return (sequences.ends > slots) & ~alone
 
 
 def _map_micro_batches(function: Callable[[Sequences, Array], Array], packed: PackedRows) -> Array:

@@ -31,6 +31,7 @@ from specrl_jax.algorithms.scoring import (
 )
 from specrl_jax.algorithms.terms import Term
 from specrl_jax.algorithms.update_spec import Module, PolicyState, UpdateSpec
+from specrl_jax.models.experts import balance_loss
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.packing import Sequences
@@ -176,7 +177,7 @@ def _gradients(
         policy = adapted(update_spec.model, weights["policy"], base_params)
         support = slot_support(part.support, nodes, sequences)
         term_inputs, shared = _term_inputs(terms, part, frozen, sequences, nodes)
-        slots, states = slot_logprobs(
+        slots, states, load = slot_logprobs(
             update_spec, policy, weights.get("critic"), sequences, support, term_inputs, shared
         )
         rows = read_nodes(slots._replace(terms=()), nodes)
@@ -185,6 +186,10 @@ def _gradients(
             rows.logprobs, rows.entropy, part, update_spec.loss, policy_normalizer, read
         )
         sums["loss"] = total
+        if load is not None:
+            balance = balance_loss(load) / packed.count
+            total = total + update_spec.balance_coef * balance
+            sums |= {"balance_loss": balance, "expert_tokens": load.tokens}
         if rows.values is not None:
             critic = update_spec.critic
             error, critic_sums = value_loss(rows.values, part, critic.clip, critic_normalizer)

@@ -151,6 +151,7 @@ class UpdateSpec:
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None
     loss_count: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
+    balance_coef: float = 0.0  # of the balance loss of a mixture's routers
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
     @property
@@ -185,6 +186,7 @@ def make_update_spec(
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
         loss_count=max((x.loss_count(config) for x in all_chosen(config, "STAGE")), default=0),
+        balance_coef=_balance_coef(config, model),
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
@@ -199,6 +201,16 @@ def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
         group_size=config.rollout.group_size,
         max_response_len=config.rollout.response_len,
     )
+
+
+def _balance_coef(config, model: ModelConfig) -> float:
+    coef = config.algorithm.balance_coef
+    if coef and model.dense:
+        raise ValueError(
+            f"algorithm.balance_coef needs a mixture of experts, family {model.family} is none; "
+            f"add --config.algorithm.balance_coef=0, got {coef:g}"
+        )
+    return coef
 
 
 def _make_critic(config) -> Critic:

@@ -126,7 +126,7 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
     slot //= shards("kv_heads")
     sequences = buckets.chunk_sequences
     tokens = sequences * buckets.sequence_slots
-    hidden = itemsize * tokens * (model.embed_dim + 3 * model.mlp_dim // shards("mlp"))
+    hidden = itemsize * tokens * (model.embed_dim + 3 * model.mlp_width // shards("mlp"))
     scores = 0
     if "packed" not in model.kernels:
         scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")

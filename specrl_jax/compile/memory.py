@@ -55,7 +55,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     itemsize = jnp.dtype(model.dtype).itemsize
     kept = _kept(config, model, prompts)
     layers = model.num_layers + DRAFT_SOURCES[rollout.draft].head
-    width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
+    width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_width
 
     def decoded(rows: int, fields: str, layers: int) -> list[Part]:
         if 0 < rollout.max_rows < rows:

@@ -56,6 +56,8 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
             sizes = (eqn.invars[0].aval.shape[axis] for axis in contracted)
             # A multiplication and an addition each.
             total += 2 * math.prod((*eqn.outvars[0].aval.shape, *sizes))
+        elif name == "ragged_dot_general":  # each row with the weights of its group
+            total += 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
         inner = []
         for value in eqn.params.values():
             parts = value if isinstance(value, tuple | list) else (value,)

@@ -1,6 +1,7 @@
 """Shape of a decoder of one of the `families.FAMILIES`."""
 
 import dataclasses
+import math
 
 MAX_INT = 2**31 - 1  # sizes and positions are int32
 MAX_LAYERS = 4096  # there is a loop over them
@@ -19,10 +20,30 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's rotary frequencies and sharper attention (arXiv 2309.00071; `rope_type: yarn`)."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float = 0.0  # of queries and of keys; 0: 0.1 ln factor + 1
+    beta_fast: float = 32.0  # turns within the original positions above which all stays
+    beta_slow: float = 1.0  # turns below which a frequency is divided by the factor
+    truncate: bool = True  # the bounds of the ramp between are whole
+
+    @property
+    def magnitude(self) -> float:
+        """Return the factor of queries and of keys."""
+        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearScaling:
     """Rotary frequencies divided by a factor (arXiv 2306.15595; `rope_type: linear`)."""
 
     factor: float
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +66,42 @@ class ModelConfig:
 
     vocab_size: int
     embed_dim: int
-    mlp_dim: int
+    mlp_dim: int  # of an expert, where there are experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     family: str = "llama"  # a key of `FAMILIES`
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-6
     max_positions: int = 32_768
     tie_embeddings: bool = True
-    qk_norm: bool = False  # RMS norm of queries and keys
+    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    qk_norm_all: bool = False  # RMS norm over the queries of all heads, and over the keys
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention output
     mlp_bias: bool = False  # on all three MLP projections
     activation: str = "silu"  # of the MLP's gate, a key of `layers.ACTIVATIONS`
     norm_adds_one: bool = False  # RMS norms multiply by 1 + w instead of w
-    post_norms: bool = False  # RMS norms of the outputs of attention and MLP too
+    pre_norms: bool = True  # RMS norms of the inputs of attention and MLP
+    post_norms: bool = False  # RMS norms of the outputs of attention and MLP
     embed_scale: bool = False  # embeddings times embed_dim^1/2
+    embed_multiplier: float = 1.0  # embeddings times this
+    residual_multiplier: float = 1.0  # outputs of attention and MLP times this
     query_pre_attn_scalar: int = 0  # queries are divided by its root; 0: head_dim
+    attention_multiplier: float = 0.0  # queries times this; 0: as query_pre_attn_scalar says
+    logits_divisor: float = 1.0
     attn_softcap: float = 0.0  # scores of attention are cap * tanh(score / cap); 0: as they are
     final_softcap: float = 0.0  # logits likewise
     sliding_window: int = 0  # a local layer sees so many tokens, its own included; 0: none is local
-    sliding_window_pattern: int = 1  # of so many layers each the last is global, the others local
-    rope_local_theta: float = 0.0  # rope_theta of local layers, without rope_scaling; 0: the same
+    local_layers: tuple[bool, ...] = ()  # which layers see a window alone; (): none
+    unrotated_layers: tuple[bool, ...] = ()  # which have no rotary positions; (): none
+    # rope_theta of local layers, without rope_scaling; 0: as the others, with rope_scaling
+    rope_local_theta: float = 0.0
+    num_experts: int = 0  # of each layer, in the place of one MLP; 0: the MLP
+    experts_per_token: int = 0
+    norm_topk: bool = False  # the weights of a token's experts add up to 1
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
     unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
@@ -86,19 +118,29 @@ class ModelConfig:
         return not self.post_norms
 
     @property
+    def dense(self) -> bool:
+        return not self.num_experts
+
+    @property
+    def mlp_width(self) -> int:
+        """Return the width of what a token's feed-forward computes."""
+        return self.mlp_dim * (self.experts_per_token or 1)
+
+    @property
+    def both_norms(self) -> bool:
+        return self.pre_norms and self.post_norms
+
+    @property
     def lora_rank(self) -> int:
         return self.lora.rank if self.lora else 0
 
     @property
     def query_scale(self) -> float:
-        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        return self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
-    def local_layers(self) -> tuple[bool, ...]:
-        """Return which layers see a window alone; () where none does."""
-        if not self.sliding_window:
-            return ()
-        return tuple((i + 1) % self.sliding_window_pattern > 0 for i in range(self.num_layers))
+    def embed_factor(self) -> float:
+        return self.embed_dim**0.5 if self.embed_scale else self.embed_multiplier
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -69,7 +69,7 @@ class DraftHead(nnx.Module):
         embedded_BTD = rms_norm(embedded_BTD, self.embed_norm[...], self.config)
         x_BTD = self._project("state_proj", states_BTD) + self._project("embed_proj", embedded_BTD)
         rope = rope_tables(positions_BT, self.config)
-        x_BTD, layer = self.layer(x_BTD, rope, Place(start_B, ends_BT), layer)
+        x_BTD, layer, _ = self.layer(x_BTD, rope, Place(start_B, ends_BT), layer)
         return rms_norm(x_BTD, self.final_norm[...], self.config), layer
 
     def _project(self, name: str, x_BTD: Array) -> Array:
@@ -86,7 +86,7 @@ def init_draft_head(config: ModelConfig, policy: Params) -> Params:
         return jax.sharding.reshard(copied, axes(*dims, stored=True))
 
     size = config.embed_dim
-    last = max(i for i in range(config.num_layers) if not any(config.local_layers[i : i + 1]))
+    last = _last_plain_layer(config)
     norm = jnp.zeros(size) if config.norm_adds_one else jnp.ones(size)
     own = {"state_norm": norm, "embed_norm": norm, "final_norm": policy["final_norm"]}
     own |= {name: jnp.eye(size) for name in _JOINS}
@@ -96,6 +96,13 @@ def init_draft_head(config: ModelConfig, policy: Params) -> Params:
         for name, parameter in select(LAYER, config).items()
     }
     return params
+
+
+def _last_plain_layer(config: ModelConfig) -> int:
+    """Return the last layer that sees all and is rotated, as the head is; the last if none is."""
+    kinds = (config.local_layers, config.unrotated_layers)
+    plain = [i for i in range(config.num_layers) if not any(kind[i] for kind in kinds if kind)]
+    return max(plain, default=config.num_layers - 1)
 
 
 def draft_head_size(config: ModelConfig) -> int:

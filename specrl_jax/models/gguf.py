@@ -4,6 +4,8 @@ Three things differ in GGUF: llama's query and key rows have llama.cpp's rotary 
 scaled frequencies are a tensor of divisors, and the norms of Gemma have the 1 that they add.
 """
 
+import functools
+import itertools
 import re
 import shlex
 import struct
@@ -16,10 +18,20 @@ import numpy as np
 from specrl_jax.inputs import one_line
 from specrl_jax.models.config import MAX_LAYERS
 from specrl_jax.models.families import FAMILIES, Family
-from specrl_jax.models.parameters import LAYER, TOP
+from specrl_jax.models.parameters import LAYER, TOP, file_name_of
 
 _MAX_SIZE = 2**20  # a file that says more is damaged
 _ROPE_DIVISORS = "rope_freqs.weight"
+# Fields of `rope.scaling`, and their names in config.json, by its type.
+_ROPE_FIELDS = {
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    },
+}
 # The file has only the divisors. Llama 3.1 to 3.3 all use these values.
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -35,16 +47,28 @@ def read(
     """Return config.json's fields, the tensors' shapes by name, and a function that reads one."""
     metadata, stored = _open(file)
     config = _config(file, metadata, stored)
-    renamed = _file_names(config["model_type"], config["num_hidden_layers"])
+    experts = config.get("num_experts", 0)
+    renamed = _file_names(config["model_type"], config["num_hidden_layers"], experts)
     # A tensor that no family has keeps its name, and is refused as unknown.
-    names = {renamed.get(name, name): name for name in stored if name != _ROPE_DIVISORS}
+    names = {
+        ours: (name, expert)
+        for name in stored
+        if name != _ROPE_DIVISORS
+        for ours, expert in renamed.get(name, [(name, ())])
+    }
     # The file's axes are in reverse.
-    shapes = {ours: tuple(map(int, stored[name].shape[::-1])) for ours, name in names.items()}
+    shapes = {
+        ours: tuple(map(int, stored[name].shape[::-1]))[len(expert) :]
+        for ours, (name, expert) in names.items()
+    }
 
     family = FAMILIES[config["model_type"]]
+    # Experts are read one after another from one tensor.
+    dequantize = functools.lru_cache(1)(lambda name: _dequantize(file, stored[name]))
 
     def read_tensor(name: str) -> np.ndarray:
-        values = _dequantize(file, stored[names[name]])
+        theirs, expert = names[name]
+        values = dequantize(theirs)[expert]
         if family.always.get("norm_adds_one") and name.endswith("norm.weight"):
             return values - 1
         if not family.gguf_interleaved:
@@ -88,7 +112,8 @@ def _check_offsets(reader: Any) -> None:
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
-    names = {family.gguf or name: name for name, family in FAMILIES.items()}
+    known = {name: family for name, family in FAMILIES.items() if family.gguf is not None}
+    names = {family.gguf or name: name for name, family in known.items()}
     if architecture not in names:
         rule = f"must be one of {', '.join(names)}"
         raise ValueError(f"{file}: general.architecture {rule}, got {architecture!r}")
@@ -99,12 +124,16 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
 
     plain = {"rope.scaling.type": "none", "rope.scale_linear": 1.0, "expert_count": 0}
     plain |= {"attention.sliding_window": 0, "attention.sliding_window_pattern": 0}
-    linear = "linear" in family.rope_types and get("rope.scaling.type") == "linear"
-    if linear:
+    if family.expert_size:
+        del plain["expert_count"]
+    scaling = get("rope.scaling.type")
+    if scaling in _ROPE_FIELDS and scaling in family.rope_types:
         del plain["rope.scaling.type"]
-    if "sliding_window" in family.defaults:
+        plain["rope.scaling.attn_factor"] = 1.0
+    if family.local and not family.window_switch:
         del plain["attention.sliding_window"]
-        plain["attention.sliding_window_pattern"] = family.defaults["sliding_window_pattern"]
+        pattern = family.defaults.get("sliding_window_pattern", 0)
+        plain["attention.sliding_window_pattern"] = pattern
     for name, value in plain.items():
         if (got := get(name, value)) != value:
             rule = f"must be {value!r} or absent"
@@ -132,8 +161,10 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         rule = f"must be the head dim {config['head_dim']}"
         raise ValueError(f"{file}: {architecture}.rope.dimension_count {rule}, got {size}")
     config |= _own_fields(family, config, get)
-    if linear:
-        config["rope_scaling"] = {"rope_type": "linear", "factor": get("rope.scaling.factor")}
+    if "rope.scaling.type" not in plain:
+        rope = {name: get(f"rope.scaling.{own}") for own, name in _ROPE_FIELDS[scaling].items()}
+        given = {name: value for name, value in rope.items() if value is not None}
+        config["rope_scaling"] = {"rope_type": scaling} | given
     if _ROPE_DIVISORS in stored:
         divisors = _dequantize(file, stored[_ROPE_DIVISORS])
         config["rope_parameters"] = _llama3(file, config, divisors)
@@ -148,6 +179,14 @@ def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[s
         "final_logit_softcapping": get("final_logit_softcapping"),
         "rope_local_base_freq": _float32(get("rope.freq_base_swa")),
         "query_pre_attn_scalar": config["head_dim"],
+        "embedding_multiplier": _float32(get("embedding_scale")),
+        "residual_multiplier": _float32(get("residual_scale")),
+        "attention_multiplier": _float32(get("attention.scale")),
+        "logits_scaling": _float32(get("logit_scale")),
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        **family.gguf_fields,
     }
     if config["num_hidden_layers"] == family.gguf_layers_of_27b:
         fields["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
@@ -192,15 +231,29 @@ def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[st
     return rope
 
 
-def _file_names(family: str, layers: int) -> dict[str, str]:
-    """Return Hugging Face's names of tensors by llama.cpp's."""
+def _file_names(
+    family: str, layers: int, experts: int
+) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Return Hugging Face's names of tensors by llama.cpp's, and where each is in that tensor."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = [parameter.file_name for parameter in TOP.values()]
-    names += [p.file_name.format(layer) for p in LAYER.values() for layer in range(layers)]
     architecture = FAMILIES[family].gguf or family
     name_map = get_tensor_name_map(MODEL_ARCH[architecture.upper()], layers)
-    return {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
+    names = {}
+
+    def add(name: str, parts: list[tuple[str, tuple[int, ...]]]) -> None:
+        names[name_map.get_name(name, try_suffixes=(".weight", ".bias"))] = parts
+
+    for parameter in TOP.values():
+        add(parameter.file_name, [(parameter.file_name, ())])
+    for name, layer in itertools.product(LAYER, range(layers)):
+        file_name = file_name_of(family, name)
+        if LAYER[name].per_expert:
+            parts = [(file_name.format(layer, expert), (expert,)) for expert in range(experts)]
+            add(file_name.replace("experts.{}", "experts").format(layer), parts)
+        else:
+            add(file_name.format(layer), [(file_name.format(layer), ())])
+    return names
 
 
 def _dequantize(file: Path, tensor: Any) -> np.ndarray:

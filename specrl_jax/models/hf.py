@@ -18,8 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
-from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, Parameter, select
+from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, Parameter, file_name_of, select
 from specrl_jax.models.transformer import param_shapes
 
 
@@ -52,8 +53,11 @@ def load(source: str) -> tuple[ModelConfig, dict[str, Any]]:
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
-    for name, view in _views(config, leaves).items():
-        view[...] = _read(checkpoint, name).reshape(view.shape)
+    for name, parts in _in_file(config).items():
+        ends = np.cumsum([part.parameter.file_shape(config)[0] for part in parts])
+        for part, rows in zip(parts, np.split(_read(checkpoint, name), ends[:-1]), strict=True):
+            view = part.of(leaves)
+            view[...] = rows.reshape(view.shape)
     return config, unflatten_dict(leaves, sep="/")
 
 
@@ -114,7 +118,8 @@ def save(
     _write_json(path / "config.json", values | (token_ids or {}))
     _write_json(path / "generation_config.json", {**(token_ids or {}), **(generation or {})})
     leaves = {k: np.asarray(x, np.float32) for k, x in flatten_dict(params, sep="/").items()}
-    _save_weights(path, _views(config, leaves), _file_shapes(config), max_shard_bytes)
+    views = {n: [part.of(leaves) for part in parts] for n, parts in _in_file(config).items()}
+    _save_weights(path, views, _file_shapes(config), max_shard_bytes)
 
 
 def save_adapters(
@@ -123,10 +128,17 @@ def save_adapters(
     """Write a directory that `peft.PeftModel.from_pretrained` loads.
 
     path: made if absent. config: with `lora`. adapters: the tree of `lora.init_adapters`. base: the
-    model that they were trained on, as peft is to load it.
+    model that they were trained on, as peft is to load it. Raises ValueError in one line where the
+    family's files hold an adapted weight in one tensor with others.
     """
     from safetensors.numpy import save_file
 
+    if fused := [name for name in config.lora.names if name in FAMILIES[config.family].fused]:
+        raise ValueError(
+            f"--adapters cannot be used with family {config.family} and adapters on {fused[0]}: "
+            "its files have one tensor of several weights, which peft adapts as one; leave the "
+            "flag out"
+        )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -206,29 +218,46 @@ def _open_directory(path: Path) -> Checkpoint:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def _views(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return each tensor's part of our arrays, axes in the file's order, by name.
+class Part(NamedTuple):
+    """Rows of a tensor of a file, which are a part of one of our arrays."""
 
-    A tensor's shape in the file may join axes.
-    """
-    return {
-        file_name: parameter.in_file_order(leaves[leaf][at])
-        for file_name, parameter, leaf, at in _in_file(config)
-    }
+    parameter: Parameter
+    leaf: str  # our array's name
+    at: tuple[int, ...]  # where the part is in it
+
+    def of(self, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return a view of our array, axes in the file's order; the file may join axes."""
+        return self.parameter.in_file_order(leaves[self.leaf][self.at])
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a file with this config, by name."""
-    return {name: parameter.file_shape(config) for name, parameter, _, _ in _in_file(config)}
+    shapes = {}
+    for name, parts in _in_file(config).items():
+        rows, *others = zip(*(part.parameter.file_shape(config) for part in parts), strict=True)
+        shapes[name] = (sum(rows), *(sizes[0] for sizes in others))
+    return shapes
 
 
-def _in_file(config: ModelConfig) -> Iterator[tuple[str, Parameter, str, tuple[int, ...]]]:
-    """Yield the tensors of a file: name, parameter, our array's name, and where it is in that."""
+def _in_file(config: ModelConfig) -> dict[str, list[Part]]:
+    """Return the tensors of a file by name, each as parts one below another."""
+    parts: dict[str, list[Part]] = {}
     for name, parameter in select(TOP, config).items():
-        yield parameter.file_name, parameter, name, ()
+        parts[parameter.file_name] = [Part(parameter, name, ())]
     for layer in range(config.num_layers):
         for name, parameter in select(LAYER, config).items():
-            yield parameter.file_name.format(layer), parameter, f"layers/{name}", (layer,)
+            file_name = file_name_of(config.family, name)
+            for at in _places(config, parameter, layer):
+                part = Part(parameter, f"layers/{name}", at)
+                parts.setdefault(file_name.format(*at), []).append(part)
+    return parts
+
+
+def _places(config: ModelConfig, parameter: Parameter, layer: int) -> list[tuple[int, ...]]:
+    """Return where the tensors of a layer's parameter are in our array: of each expert, or one."""
+    if not parameter.per_expert:
+        return [(layer,)]
+    return [(layer, expert) for expert in range(config.num_experts)]
 
 
 def _check_shapes(
@@ -261,7 +290,7 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 def _save_weights(
     path: Path,
-    views: dict[str, np.ndarray],
+    views: dict[str, list[np.ndarray]],
     shapes: dict[str, tuple[int, ...]],
     max_shard_bytes: int,
 ) -> None:
@@ -270,12 +299,12 @@ def _save_weights(
 
     split = split_state_dict_into_shards_factory(
         views,
-        get_storage_size=lambda view: view.nbytes,
+        get_storage_size=lambda parts: sum(part.nbytes for part in parts),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        stored = {n: np.ascontiguousarray(views[n]).reshape(shapes[n]) for n in names}
+        stored = {n: _join(views[n], shapes[n]) for n in names}
         save_file(stored, path / file, metadata={"format": "pt"})
         (path / file).chmod((path / "config.json").stat().st_mode)  # not the owner's alone
     written = {path / file for file in split.filename_to_tensors}
@@ -284,6 +313,12 @@ def _save_weights(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(path / _INDEX, index)
+
+
+def _join(views: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the tensor of a file whose rows are in these views."""
+    rows = [np.ascontiguousarray(view).reshape(-1, *shape[1:]) for view in views]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -5,12 +5,21 @@ other families, raise ValueError, in one line; so do fields of another type, and
 model has.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.models.config import MAX_INT, MAX_LAYERS, LinearScaling, ModelConfig, RopeScaling
-from specrl_jax.models.families import FAMILIES, OWN_FIELDS
+from specrl_jax.models.config import (
+    MAX_INT,
+    MAX_LAYERS,
+    LinearScaling,
+    ModelConfig,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
+from specrl_jax.models.families import FAMILIES, GLOBAL, LOCAL, OWN_FIELDS, Family
 
 # Models that read images too, of whose text decoder the family is this name and "_text".
 IMAGE_MODELS = ("gemma3",)
@@ -31,10 +40,26 @@ _NORM_EPS = (1e-12, 0.1)
 ROPE_THETA = (1.0, 1e12)
 _ROPE_FACTOR = (1e-3, 1e6)
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0: none
+_MULTIPLIER = (1e-6, 1e6)
 # Numbers among `OWN_FIELDS`, but for the sizes.
-_OWN_NUMBERS = dict.fromkeys(_CAPS, (0.0, 1e6)) | {"rope_local_base_freq": ROPE_THETA}
-_LOCAL = "sliding_attention"
-_GLOBAL = "full_attention"
+_OWN_NUMBERS = {
+    **dict.fromkeys(_CAPS, (0.0, 1e6)),
+    "rope_local_base_freq": ROPE_THETA,
+    "embedding_multiplier": _MULTIPLIER,
+    "residual_multiplier": _MULTIPLIER,
+    "attention_multiplier": _MULTIPLIER,
+    "logits_scaling": _MULTIPLIER,
+}
+# Fields that change what a model computes, and that no family here has, unless among its defaults.
+_UNKNOWN = ("attn_logit_softcapping", "use_bidirectional_attention", "clip_qkv")
+# Null is a value of its own, not the family's default.
+_NULLS = dict.fromkeys((*_CAPS, "sliding_window"), 0)
+_SCALINGS: dict[str, type] = {
+    "linear": LinearScaling,
+    "llama3": RopeScaling,
+    "yarn": YarnScaling,
+}
+_LENGTH = "original_max_position_embeddings"
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
@@ -47,28 +72,35 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     family = FAMILIES[name]
     if "rope_local_base_freq" in family.defaults:
         values = _split_rope(values, file)
-    no_caps = {k: 0.0 for k in _CAPS if values.get(k, 0.0) is None}  # null is no default
-    values = {k: v for k, v in values.items() if v is not None} | no_caps
+    nulls = {k: zero for k, zero in _NULLS.items() if values.get(k, zero) is None}
+    if values.get("num_key_value_heads", 0) is None:
+        nulls["num_key_value_heads"] = values.get("num_attention_heads")
+    values = {k: v for k, v in values.items() if v is not None} | nulls
+    if family.expert_size and "num_local_experts" in values:  # as transformers 5 writes it
+        values = {"num_experts": values["num_local_experts"]} | values
     values = family.config_defaults() | values
     known = family.defaults.get("hidden_activation", "silu")
     for field in ("hidden_act", "hidden_activation"):
         if (activation := values.get(field, known)) != known:
             raise ValueError(f"{file}: {field} must be {known!r}, got {activation!r}")
-    for field in ("attn_logit_softcapping", "use_bidirectional_attention"):
+    for field in _UNKNOWN:
         if values.get(field) and field not in family.defaults:
             raise ValueError(f"{file}: {field} must be absent or null, got {values[field]!r}")
     if "quantization_config" in values:
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method
         raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
-    if "sliding_window_pattern" in family.defaults:
-        values |= _windows(values, file)
+    if family.local:
+        _check_windows(values, family, file)
+    if "query_pre_attn_scalar" in family.defaults:
         _size(values, "query_pre_attn_scalar", file)
-    elif family.sliding_window:
-        _refuse_windows(values, file)
+    if "no_rope_layer_interval" in family.defaults:
+        _check_no_rope(values, file)
     for field, bounds in _OWN_NUMBERS.items():
         if field in family.defaults:
             values[field] = _number(values, field, bounds, file)
+    if family.expert_size:
+        values |= _expert_fields(values, family, file)
     embed_dim = _size(values, "hidden_size", file)
     num_heads = _size(values, "num_attention_heads", file)
     values.setdefault("num_key_value_heads", num_heads)
@@ -83,7 +115,7 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
         rope_scaling=scaling,
         norm_eps=_number(values, "rms_norm_eps", _NORM_EPS, file),
         tie_embeddings=values["tie_word_embeddings"],
-        **family.switches(values),
+        **family.switches(values, values["num_hidden_layers"]),
     )
     if config.num_heads % config.num_kv_heads:
         rule = f"must divide num_attention_heads {config.num_heads}"
@@ -113,23 +145,51 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     values |= {name: getattr(config, name) for name in family.bias_fields}
     own = {name: getattr(config, ours) for name, ours in OWN_FIELDS.items()}
-    values |= {name: own[name] or None for name in own if name in family.defaults}
-    if "sliding_window_pattern" in family.defaults:
-        local = config.local_layers or (False,) * config.num_layers
-        values["layer_types"] = [_LOCAL if x else _GLOBAL for x in local]
+    values |= {n: own[n] or None for n in own if n in family.defaults and own[n] is not False}
+    if family.expert_size:
+        values |= {family.expert_size: config.mlp_dim, "norm_topk_prob": config.norm_topk}
+    if family.local:
+        values |= _window_fields(config, family)
+    if "no_rope_layer_interval" in family.defaults:
+        unrotated = config.unrotated_layers or (False,) * config.num_layers
+        values["no_rope_layers"] = [int(not x) for x in unrotated]
     # The older spelling: transformers 4 and 5 both read it.
-    scaling = config.rope_scaling
-    if isinstance(scaling, LinearScaling):
-        values["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
-    elif scaling:
-        values["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
+    if config.rope_scaling:
+        values["rope_scaling"] = _scaling_fields(config.rope_scaling)
+    if family.rope_by_kind:
+        plain = {"rope_type": "default", "rope_theta": config.rope_theta}
+        values["rope_parameters"] = {
+            GLOBAL: plain | values.get("rope_scaling", {}),
+            LOCAL: plain | {"rope_theta": config.rope_local_theta},
         }
     return values
+
+
+def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the fields of a family's windows."""
+    local = config.local_layers or (False,) * config.num_layers
+    fields: dict[str, Any] = {"sliding_window": config.sliding_window or None}
+    if family.window_switch:
+        fields["use_sliding_window"] = any(local)
+    if family.layer_types:
+        fields["layer_types"] = [LOCAL if x else GLOBAL for x in local]
+    # What versions that know no layer_types read.
+    if "max_window_layers" in family.defaults:
+        fields["max_window_layers"] = (*local, True).index(True)
+    if "sliding_window_pattern" in family.defaults:
+        fields["sliding_window_pattern"] = (*local, False).index(False) + 1
+    return fields
+
+
+def _scaling_fields(scaling: Scaling) -> dict[str, Any]:
+    """Return a scaling as files have it, without what is as its type's default."""
+    (kind,) = (name for name, of in _SCALINGS.items() if isinstance(scaling, of))
+    fields = {"rope_type": kind}
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        name = _LENGTH if field.name == "original_max_positions" else field.name
+        fields |= {} if value == field.default else {name: value}
+    return fields
 
 
 def _size(values: Mapping[str, Any], name: str, file: str) -> int:
@@ -159,20 +219,54 @@ def _switch(values: Mapping[str, Any], name: str, file: str) -> None:
         raise ValueError(f"{file}: {name} must be true or false, got {value!r}")
 
 
-def _refuse_windows(values: Mapping[str, Any], file: str) -> None:
-    window = values.get("sliding_window", 4096)
-    first = values.get("max_window_layers", 28)
+def _check_windows(values: Mapping[str, Any], family: Family, file: str) -> None:
+    """Raise ValueError for fields of windows that the family's class does not read so."""
     layers = _size(values, "num_hidden_layers", file)
     _switch(values, "use_sliding_window", file)
-    if values.get("use_sliding_window") and not (isinstance(first, int) and first >= layers):
-        raise ValueError(
-            f"{file}: use_sliding_window must be false (attention here sees every position), "
-            f"got true with sliding_window {window} from layer {first}"
-        )
-    kinds = values.get("layer_types", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind != "full_attention" or not isinstance(kinds, list):
-            raise ValueError(f"{file}: layer_types must be ['full_attention', ..], got {kind!r}")
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        known = isinstance(kinds, list) and all(kind in (LOCAL, GLOBAL) for kind in kinds)
+        if not known or len(kinds) != layers:
+            rule = f"must be {layers}, each {LOCAL!r} or {GLOBAL!r}"
+            raise ValueError(f"{file}: layer_types {rule}, got {kinds!r:.60}")
+    if values.get("use_sliding_window") or not family.window_switch:
+        for name in ("sliding_window", "sliding_window_pattern", "max_window_layers"):
+            if name in family.defaults and not _is_none(values, name, kinds):
+                _size(values, name, file)
+    local = family.local_layers(values, layers) or (False,) * layers
+    for kind, expected in zip(kinds or (), local, strict=False):
+        if kind != (own := LOCAL if expected else GLOBAL):
+            rule = f"must be {own!r} there, as {family.architecture} computes it"
+            raise ValueError(f"{file}: layer_types {rule}, got {kind!r}")
+
+
+def _is_none(values: Mapping[str, Any], name: str, kinds: list | None) -> bool:
+    """Return whether a file says null, or has layers that need no such field."""
+    zero = type(values[name]) is int and values[name] == 0
+    return zero and (name != "sliding_window" or LOCAL not in (kinds or ()))
+
+
+def _expert_fields(values: Mapping[str, Any], family: Family, file: str) -> dict[str, int]:
+    """Return the sizes of a mixture; ValueError where some layers have none."""
+    most = _size(values, "num_experts", file)
+    if _size(values, "num_experts_per_tok", file) > most:
+        got = values["num_experts_per_tok"]
+        raise ValueError(f"{file}: num_experts_per_tok must be <= num_experts {most}, got {got}")
+    _switch(values, "norm_topk_prob", file)
+    for name, known in {"decoder_sparse_step": 1, "mlp_only_layers": []}.items():
+        if (got := values.get(name, known)) != known:
+            raise ValueError(f"{file}: {name} must be {known!r}, got {got!r:.40}")
+    return {"intermediate_size": _size(values, family.expert_size, file)}
+
+
+def _check_no_rope(values: Mapping[str, Any], file: str) -> None:
+    """Raise ValueError unless the layers without rotary positions are named for every layer."""
+    layers = _size(values, "num_hidden_layers", file)
+    _size(values, "no_rope_layer_interval", file)
+    given = values.get("no_rope_layers", [1] * layers)
+    known = isinstance(given, list) and all(type(x) is int and x in (0, 1) for x in given)
+    if not known or len(given) < layers:
+        raise ValueError(f"{file}: no_rope_layers must be {layers}, each 0 or 1, got {given!r:.60}")
 
 
 def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,36 +279,18 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return kept | {"model_type": f"{values['model_type']}_text"} | text
 
 
-def _windows(values: Mapping[str, Any], file: str) -> dict[str, int]:
-    """Return window and pattern of the local layers; a window of 0 where none is local."""
-    layers = _size(values, "num_hidden_layers", file)
-    window = _size(values, "sliding_window", file)
-    pattern = _size(values, "sliding_window_pattern", file)
-    kinds = values.get("layer_types")
-    if kinds is not None:
-        known = isinstance(kinds, list) and _GLOBAL in kinds
-        pattern = kinds.index(_GLOBAL) + 1 if known else max(pattern, layers + 1)
-    expected = [_LOCAL if (i + 1) % pattern else _GLOBAL for i in range(layers)]
-    if kinds is not None and kinds != expected:
-        raise ValueError(
-            f"{file}: layer_types must be {layers}, each {_LOCAL!r} but every n-th {_GLOBAL!r}, "
-            f"got {kinds!r:.60}"
-        )
-    return {"sliding_window": window if pattern > 1 else 0, "sliding_window_pattern": pattern}
-
-
 def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     """Return fields whose `rope_parameters`, as transformers 5 writes them, are global layers'."""
     both = values.get("rope_parameters") or values.get("rope_scaling")
-    if not isinstance(both, Mapping) or not both.keys() & {_LOCAL, _GLOBAL}:
+    if not isinstance(both, Mapping) or not both.keys() & {LOCAL, GLOBAL}:
         return values
-    local = both.get(_LOCAL) or {}
-    rest = both.get(_GLOBAL) or {}
-    for name, rope in ((_LOCAL, local), (_GLOBAL, rest)):
+    local = both.get(LOCAL) or {}
+    rest = both.get(GLOBAL) or {}
+    for name, rope in ((LOCAL, local), (GLOBAL, rest)):
         if not isinstance(rope, Mapping):
             raise ValueError(f"{file}: rope_parameters.{name} must be an object, got {rope!r:.40}")
     if (kind := local.get("rope_type", "default")) != "default":
-        rule = f"rope_parameters.{_LOCAL}.rope_type must be 'default'"
+        rule = f"rope_parameters.{LOCAL}.rope_type must be 'default'"
         raise ValueError(f"{file}: {rule}, got {kind!r:.40}")
     theta = local.get("rope_theta", values.get("rope_local_base_freq"))
     return {**values, "rope_parameters": rest, "rope_local_base_freq": theta}
@@ -222,7 +298,7 @@ def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
 
 def _rope(
     values: Mapping[str, Any], file: str, known: tuple[str, ...]
-) -> tuple[float, RopeScaling | LinearScaling | None]:
+) -> tuple[float, Scaling | None]:
     """Return theta and scaling of the frequencies."""
     # Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`.
     field = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
@@ -239,16 +315,33 @@ def _rope(
         raise ValueError(f"{file}: {field}.rope_type {rule}, got {kind!r}")
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, LinearScaling(_number(rope, "factor", _ROPE_FACTOR, file, f"{field}."))
-    # Left out, the original length is the model's own (as in transformers).
-    rope = {"original_max_position_embeddings": values["max_position_embeddings"]} | rope
     factor = _number(rope, "factor", _ROPE_FACTOR, file, f"{field}.")
-    low = _number(rope, "low_freq_factor", _ROPE_FACTOR, file, f"{field}.")
+    if kind == "linear":
+        return theta, LinearScaling(factor)
+    # Left out, the original length is the model's own (as in transformers).
+    rope = {_LENGTH: values["max_position_embeddings"]} | rope
+    length = _size(rope, _LENGTH, file)
+    scaling = _yarn if kind == "yarn" else _llama3
+    return theta, scaling(rope, factor, length, file, f"{field}.")
+
+
+def _llama3(
+    rope: Mapping[str, Any], factor: float, length: int, file: str, path: str
+) -> RopeScaling:
+    low = _number(rope, "low_freq_factor", _ROPE_FACTOR, file, path)
     above = (math.nextafter(low, math.inf), _ROPE_FACTOR[1])
-    return theta, RopeScaling(
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=_number(rope, "high_freq_factor", above, file, f"{field}."),
-        original_max_positions=_size(rope, "original_max_position_embeddings", file),
-    )
+    high = _number(rope, "high_freq_factor", above, file, path)
+    return RopeScaling(factor, low, high, length)
+
+
+def _yarn(rope: Mapping[str, Any], factor: float, length: int, file: str, path: str) -> YarnScaling:
+    """Return YaRN's scaling; of mscale and mscale_all_dim what transformers makes of both."""
+    given = {name: x for name, x in rope.items() if x is not None}
+    fields = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    numbers = {x: _number(given, x, _ROPE_FACTOR, file, path) for x in fields if x in given}
+    scales = [numbers.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if all(scales) and "attention_factor" not in numbers:
+        own, every = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
+        numbers["attention_factor"] = own / every
+    _switch(given, "truncate", file)
+    return YarnScaling(factor, length, truncate=given.get("truncate", True), **numbers)

@@ -8,6 +8,7 @@ N query heads, K key/value heads, G query heads per key/value head, H head dim, 
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,8 +17,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from specrl_jax.models import experts
 from specrl_jax.models.attention import attend, attend_packed
-from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, Scaling, YarnScaling
 from specrl_jax.models.kv_cache import Layer, write
 from specrl_jax.models.parameters import ADAPTED, ADAPTERS, LAYER, adapter_names
 from specrl_jax.sharding import axes, platform, reshard, shards
@@ -83,28 +85,32 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
-    """Compute the root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
+    """Compute the root-mean-square norm over the axes of the weight, which are the last, in float32
+    (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
-    scale = weight.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+    over = tuple(range(-weight.ndim, 0))
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=over, keepdims=True) + config.norm_eps)
+    scale = weight.astype(jnp.float32)[(None,) * (x.ndim - weight.ndim)]
     if config.norm_adds_one:
         scale = 1 + scale
     return (x32 * scale).astype(x.dtype)
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None
-) -> Array:
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Array:
     """Return angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled.
 
-    Llama 3 divides frequencies of long wavelengths by `factor`, leaves those of short ones as they
-    are, and interpolates those between.
+    Llama 3 and YaRN divide frequencies of long wavelengths by `factor`, leave those of short ones
+    as they are, and interpolate those between: Llama 3 by frequency, YaRN by index.
     """
     freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return freqs
     if isinstance(scaling, LinearScaling):
         return freqs / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        low, high = _yarn_range(head_dim, theta, scaling)
+        ramp = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return freqs / scaling.factor * ramp + freqs * (1 - ramp)
     turns = scaling.original_max_positions * freqs / (2 * jnp.pi)
     smooth = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
@@ -113,13 +119,35 @@ def rope_frequencies(
     return freqs * (smooth + (1 - smooth) / scaling.factor)
 
 
+def _yarn_range(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
+    """Return the indices of frequencies between which YaRN interpolates."""
+
+    def index(turns: float) -> float:
+        wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = index(scaling.beta_fast)
+    high = index(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001
+
+
 def rope_tables(positions: Array, config: ModelConfig, local: bool = False) -> Rope:
     """Return cos and sin [B, T, 1, H/2] of int32 positions [B, T]. local: for local layers."""
-    theta = (local and config.rope_local_theta) or config.rope_theta
-    scaling = None if local else config.rope_scaling
+    theta = config.rope_theta
+    scaling = config.rope_scaling
+    if local and config.rope_local_theta:
+        theta = config.rope_local_theta
+        scaling = None
     freqs = rope_frequencies(config.head_dim, theta, scaling)
     angles = positions[:, :, None, None].astype(jnp.float32) * freqs[None, None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(scaling, YarnScaling):
+        return jnp.cos(angles), jnp.sin(angles)
+    return scaling.magnitude * jnp.cos(angles), scaling.magnitude * jnp.sin(angles)
 
 
 def apply_rope(x_BTNH: Array, rope: Rope, scale: float = 1.0) -> Array:
@@ -157,6 +185,7 @@ class Place(NamedTuple):
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
     positions: Array | None = None  # int32 [B, T], only where starts is None and layers are local
     window: int | Array | None = None  # of a local layer; None: it sees all
+    counted: Array | None = None  # bool [B, T], tokens in the load of experts; None: all
 
 
 class LayerModule(nnx.Module):
@@ -226,6 +255,7 @@ class Attention(LayerModule):
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
         *("q_bias", "k_bias", "v_bias", "qkv_bias", "o_bias", "q_norm", "k_norm"),
+        *("q_all_norm", "k_all_norm"),
     )
 
     def __call__(self, x_BTD, rope, place: Place, cache: Layer | None = None):
@@ -233,6 +263,9 @@ class Attention(LayerModule):
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config)
             k = rms_norm(k, self.weight("k_norm"), self.config)
+        if self.q_all_norm is not None:
+            q = rms_norm(q, self.weight("q_all_norm"), self.config)
+            k = rms_norm(k, self.weight("k_all_norm"), self.config)
         q = apply_rope(q, rope, self.config.query_scale)  # while it is float32
         k = apply_rope(k, rope)
         options = {
@@ -310,29 +343,64 @@ class MLP(LayerModule):
         return jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
 
 
+class Experts(LayerModule):
+    """Feed-forwards with a gate, of which a router chooses some for each token."""
+
+    names = ("router", "expert_gate", "expert_up", "expert_down")
+
+    def __call__(self, x_BTD: Array, counted_BT: Array | None) -> tuple[Array, experts.Load]:
+        """Return the output and the load of the experts; counted: see `experts.load`."""
+        config = self.config
+        flat = axes("batch", None)
+        x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
+        router_DE = reshard(self.router[...].astype(jnp.float32), None, None)
+        probs_ME, weights_Mk, ids_Mk = experts.route(
+            x_MD, router_DE, config.experts_per_token, config.norm_topk
+        )
+        weights = [self.weight(name) for name in self.names[1:]]
+        out_MD = experts.mix(ACTIVATIONS[config.activation], x_MD, weights_Mk, ids_Mk, *weights)
+        counted_M = counted_BT
+        if counted_BT is not None:
+            counted_M = jnp.reshape(counted_BT, -1, out_sharding=axes("batch"))
+        out_BTD = jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
+        return out_BTD, experts.load(probs_ME, ids_Mk, counted_M)
+
+
 class DecoderLayer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); without pre norms
+    the inner ones are left out. A call returns the load of its experts too, None without any.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
-        self.attn_norm = nnx.Param(params["attn_norm"])
         self.attention = Attention(config, params)
-        self.mlp_norm = nnx.Param(params["pre_mlp_norm" if config.post_norms else "mlp_norm"])
-        self.mlp = MLP(config, params)
-        if config.post_norms:
-            self.post_attn_norm = nnx.Param(params["post_attn_norm"])
-            self.post_mlp_norm = nnx.Param(params["post_mlp_norm"])
+        self.mlp = MLP(config, params) if config.dense else Experts(config, params)
+        mlp_norm = "pre_mlp_norm" if config.post_norms else "mlp_norm"
+        self.pre_norms = self._norms(params, config.pre_norms, "attn_norm", mlp_norm)
+        self.post_norms = self._norms(params, config.post_norms, "post_attn_norm", "post_mlp_norm")
+
+    def _norms(self, params: dict[str, Array], present: bool, *names: str) -> nnx.List:
+        """Return the weights of the norms of attention and MLP; None where there are none."""
+        return nnx.List([nnx.Param(params[name]) if present else None for name in names])
 
     def __call__(self, x_BTD, rope: Rope, place: Place, cache: Layer | None = None):
-        normed = rms_norm(x_BTD, self.attn_norm[...], self.config)
-        out_BTD, cache = self.attention(normed, rope, place, cache)
-        if self.config.post_norms:
-            out_BTD = rms_norm(out_BTD, self.post_attn_norm[...], self.config)
-        x_BTD = x_BTD + out_BTD
-        out_BTD = self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.config))
-        if self.config.post_norms:
-            out_BTD = rms_norm(out_BTD, self.post_mlp_norm[...], self.config)
-        return x_BTD + out_BTD, cache
+        out_BTD, cache = self.attention(self._norm(x_BTD, self.pre_norms[0]), rope, place, cache)
+        x_BTD = self._add(x_BTD, out_BTD, self.post_norms[0])
+        normed = self._norm(x_BTD, self.pre_norms[1])
+        load = None
+        if self.config.dense:
+            out_BTD = self.mlp(normed)
+        else:
+            out_BTD, load = self.mlp(normed, place.counted)
+        return self._add(x_BTD, out_BTD, self.post_norms[1]), cache, load
+
+    def _norm(self, x_BTD: Array, weight: nnx.Param | None) -> Array:
+        return x_BTD if weight is None else rms_norm(x_BTD, weight[...], self.config)
+
+    def _add(self, x_BTD: Array, out_BTD: Array, weight: nnx.Param | None) -> Array:
+        """Add what attention or MLP gives, normed and scaled, to the residual stream."""
+        out_BTD = self._norm(out_BTD, weight)
+        factor = self.config.residual_multiplier
+        return x_BTD + (out_BTD if factor == 1.0 else factor * out_BTD)

@@ -10,7 +10,7 @@ from specrl_jax.models.config import IdRanges, Lora, ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import round_slots
-from specrl_jax.models.parameters import ADAPTED
+from specrl_jax.models.parameters import ADAPTED, LAYER, select
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
 
@@ -19,7 +19,7 @@ def _gemma3(embed_dim: int, mlp_dim: int, num_layers: int) -> ModelConfig:
     """Return the shape of one of the smaller models of Gemma 3, which share the rest."""
     return ModelConfig(
         262_144, embed_dim, mlp_dim, num_layers, 4, 1, 256, rope_theta=1e6, family="gemma3_text",
-        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}),
+        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}, num_layers),
     )  # fmt: skip
 
 
@@ -40,6 +40,15 @@ SHAPES = {
     "Qwen/Qwen3-8B-Base": ModelConfig(
         151_936, 4_096, 12_288, 36, 32, 8, 128, family="qwen3", rope_theta=1e6, qk_norm=True,
         tie_embeddings=False,
+    ),
+    "Qwen/Qwen3-30B-A3B": ModelConfig(
+        151_936, 2_048, 768, 48, 32, 4, 128, family="qwen3_moe", rope_theta=1e6, qk_norm=True,
+        tie_embeddings=False, max_positions=40_960, num_experts=128, experts_per_token=8,
+        norm_topk=True,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": ModelConfig(
+        128_256, 2_048, 11_008, 36, 16, 4, 128, family="smollm3", rope_theta=5e6,
+        max_positions=65_536, unrotated_layers=(False, False, False, True) * 9,
     ),
 }  # fmt: skip
 
@@ -103,12 +112,14 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
     same = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     same += ("family", "rope_theta", "tie_embeddings")
-    fields = {"query_pre_attn_scalar": config.model.head_dim}
+    family = FAMILIES[config.model.family]
+    head_dim = config.model.head_dim
+    fields = {"query_pre_attn_scalar": head_dim, "attention_multiplier": head_dim**-0.5}
     return ModelConfig(
         vocab_size=vocab_size,
         max_positions=config.data.prompt_len + config.rollout.response_len,
         **{name: config.model[name] for name in same},
-        **FAMILIES[config.model.family].switches(fields),
+        **family.switches(family.random | fields, config.model.num_layers),
     )
 
 
@@ -123,6 +134,13 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
-    names = tuple(name for name in ADAPTED if re.search(config.lora.targets, name))
+    present = select(LAYER, shape)
+    names = tuple(x for x in ADAPTED if x in present and re.search(config.lora.targets, x))
+    if config.lora.rank and not names:
+        known = ", ".join(name for name in ADAPTED if name in present)
+        raise ValueError(
+            f"lora.targets must be found in one of {known}, the weights of family {shape.family} "
+            f"that may have adapters, got {config.lora.targets!r}"
+        )
     lora = Lora(config.lora.rank, config.lora.alpha, names) if config.lora.rank else None
     return shape.replace(dtype=dtype, remat=config.model.remat, lora=lora)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.parameters import ADAPTERS, LAYER, Params, adapter_names
+from specrl_jax.models.parameters import ADAPTERS, LAYER, Params, adapter_names, is_float32
 from specrl_jax.sharding import axes
 
 
@@ -58,10 +58,10 @@ def adapter_count(model: ModelConfig) -> int:
 
 
 def freeze(model: ModelConfig, params: Params) -> Params:
-    """Return weights as they lie beside adapters: in the compute type, norms in float32."""
+    """Return weights as they lie beside adapters: in the compute type, but for `is_float32`."""
 
     def cast(path: tuple, x: Array) -> Array:
-        return x if path[-1].key.endswith("norm") else x.astype(model.dtype)
+        return x if is_float32(path[-1].key) else x.astype(model.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 

@@ -1,7 +1,7 @@
 """Every parameter of a decoder, once: its axes, layout and name in Hugging Face's files.
 
 Axes are letters: V vocabulary, D embed (d: never split over devices), F feed-forward, N query
-heads, K key/value heads, H head dim, r rank of adapters.
+heads, K key/value heads, H head dim, E experts, r rank of adapters.
 """
 
 import math
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.families import FAMILIES
 
 Params = dict[str, Array | dict[str, Array]]  # all of a decoder, or adapters; layers stacked
 
@@ -23,6 +24,7 @@ _SIZES = {
     "N": "num_heads",
     "K": "num_kv_heads",
     "H": "head_dim",
+    "E": "num_experts",
     "r": "lora_rank",
 }
 
@@ -32,7 +34,7 @@ class Parameter(NamedTuple):
 
     axes: str  # one letter each
     file_axes: str  # of the file's tensor; "NH,D" is a matrix of N·H rows and D columns
-    file_name: str  # "{}" is the layer
+    file_name: str  # "{}" is the layer, and the expert where each has a tensor
     switch: str = ""  # the property of `ModelConfig` that it needs, if any
 
     @property
@@ -53,15 +55,24 @@ class Parameter(NamedTuple):
     def in_file_order(self, array: np.ndarray) -> np.ndarray:
         """Return a view of our array, its axes in the order of the file's."""
         order = self.file_axes.replace(",", "")
-        return array.transpose([self.axes.index(axis) for axis in order])
+        own = self.axes.removeprefix("E") if self.per_expert else self.axes
+        return array.transpose([own.index(axis) for axis in order])
+
+    @property
+    def per_expert(self) -> bool:
+        """Return whether each expert's part is a tensor of its own in files."""
+        return "E" in self.axes and "E" not in self.file_axes
 
     def fan_in(self, config: ModelConfig) -> int:
         """Return the inputs of a matrix: the file's tensors are [outputs, inputs]."""
         return self.size(config, self.file_axes.split(",")[-1])
 
 
+_IN_LAYER = "model.layers.{}."
+
+
 def _layer(axes: str, file_axes: str, name: str, switch: str = "") -> Parameter:
-    return Parameter(axes, file_axes, f"model.layers.{{}}.{name}", switch)
+    return Parameter(axes, file_axes, f"{_IN_LAYER}{name}", switch)
 
 
 TOP = {
@@ -71,11 +82,11 @@ TOP = {
 }
 # Of one layer. The tree has them stacked, with a leading axis L.
 LAYER = {
-    "attn_norm": _layer("d", "d", "input_layernorm.weight"),
+    "attn_norm": _layer("d", "d", "input_layernorm.weight", "pre_norms"),
     "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight", "no_post_norms"),
     # With norms after attention and MLP as well, files use that name for the former.
     "post_attn_norm": _layer("d", "d", "post_attention_layernorm.weight", "post_norms"),
-    "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "post_norms"),
+    "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "both_norms"),
     "post_mlp_norm": _layer("d", "d", "post_feedforward_layernorm.weight", "post_norms"),
     "q_proj": _layer("DNH", "NH,D", "self_attn.q_proj.weight"),
     "k_proj": _layer("DKH", "KH,D", "self_attn.k_proj.weight"),
@@ -87,13 +98,25 @@ LAYER = {
     "o_bias": _layer("d", "d", "self_attn.o_proj.bias", "output_bias"),
     "q_norm": _layer("H", "H", "self_attn.q_norm.weight", "qk_norm"),
     "k_norm": _layer("H", "H", "self_attn.k_norm.weight", "qk_norm"),
-    "gate_proj": _layer("DF", "F,D", "mlp.gate_proj.weight"),
-    "up_proj": _layer("DF", "F,D", "mlp.up_proj.weight"),
-    "down_proj": _layer("FD", "D,F", "mlp.down_proj.weight"),
+    "q_all_norm": _layer("NH", "NH", "self_attn.q_norm.weight", "qk_norm_all"),
+    "k_all_norm": _layer("KH", "KH", "self_attn.k_norm.weight", "qk_norm_all"),
+    "gate_proj": _layer("DF", "F,D", "mlp.gate_proj.weight", "dense"),
+    "up_proj": _layer("DF", "F,D", "mlp.up_proj.weight", "dense"),
+    "down_proj": _layer("FD", "D,F", "mlp.down_proj.weight", "dense"),
     "gate_bias": _layer("F", "F", "mlp.gate_proj.bias", "mlp_bias"),
     "up_bias": _layer("F", "F", "mlp.up_proj.bias", "mlp_bias"),
     "down_bias": _layer("d", "d", "mlp.down_proj.bias", "mlp_bias"),
+    "router": _layer("DE", "E,D", "mlp.gate.weight", "num_experts"),
+    "expert_gate": _layer("EDF", "F,D", "mlp.experts.{}.gate_proj.weight", "num_experts"),
+    "expert_up": _layer("EDF", "F,D", "mlp.experts.{}.up_proj.weight", "num_experts"),
+    "expert_down": _layer("EFD", "D,F", "mlp.experts.{}.down_proj.weight", "num_experts"),
 }
+
+
+def file_name_of(family: str, name: str) -> str:
+    """Return the name in a family's files of the tensor that holds a parameter of a layer."""
+    fused = FAMILIES[family].fused.get(name)
+    return f"{_IN_LAYER}{fused}" if fused else LAYER[name].file_name
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -113,8 +136,13 @@ def _adapters(name: str, weight: Parameter) -> dict[str, Parameter]:
 
 
 # Weights of a layer that may have adapters, and the adapters of each (LoRA, arXiv 2106.09685).
-ADAPTED = tuple(name for name, parameter in LAYER.items() if "," in parameter.file_axes)
+ADAPTED = tuple(n for n, p in LAYER.items() if "," in p.file_axes and "E" not in p.axes)
 ADAPTERS = {n: p for name in ADAPTED for n, p in _adapters(name, LAYER[name]).items()}
+
+
+def is_float32(name: str) -> bool:
+    """Return whether a parameter is computed with in float32 whatever the compute type is."""
+    return name.endswith(("norm", "router"))
 
 
 def select(table: dict[str, Parameter], config: ModelConfig) -> dict[str, Parameter]:

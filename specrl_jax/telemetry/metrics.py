@@ -97,6 +97,8 @@ _OWN: dict[str, tuple[str, str]] = {
     "policy/loss": ("loss, mean over the step's updates", "1"),
     "policy/kl": ("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": ("entropy per token of the untruncated policy", "nats"),
+    "policy/balance_loss": ("balance loss of the routers; k where experts are used evenly", "1"),
+    "policy/expert_load_max": ("most tokens of an expert over the mean, mean over layers", "1"),
     "policy/clip_fraction": ("share of tokens whose ratio is clipped", "1"),
     "policy/clip_fraction_low": ("of these, tokens whose ratio is below 1", "1"),
     "policy/clip_fraction_high": ("of these, tokens whose ratio is 1 or more", "1"),

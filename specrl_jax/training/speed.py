@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.transformer import param_count
+from specrl_jax.models.transformer import used_param_count
 from specrl_jax.process import chips
 from specrl_jax.training.state import Run, RunState
 
@@ -37,7 +37,7 @@ def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dic
 
 def model_flops(model: ModelConfig, values: Mapping[str, float]) -> float:
     """Return the FLOPs of a step that has these metrics, as `telemetry.metrics` says."""
-    count = param_count(model)
+    count = used_param_count(model)
     if model.untied:  # the embeddings are looked up, and multiply nothing
         count -= model.vocab_size * model.embed_dim
     rollout = values["rollout/tokens_generated"] + values.get("rollout/tokens_verified", 0)

@@ -7,7 +7,7 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.algorithms.losses import policy_metrics
-from specrl_jax.algorithms.scoring import PackedRows
+from specrl_jax.algorithms.scoring import PackedRows, held_slots
 from specrl_jax.config import flatten
 from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Batch
@@ -54,13 +54,7 @@ def _first_nonfinite(run: Run, scalars: dict[str, np.ndarray]) -> tuple[str, str
 @jax.jit
 def count_packed(packed: PackedRows) -> tuple[Array, Array]:
     """Count the rows that have a token, and the slots that hold one."""
-    sequences = packed.sequences
-    slots = jnp.arange(sequences.tokens.shape[-1])[None, None, :]
-    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
-    # token has a token after it.
-    alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
-    held = (sequences.ends > slots) & ~alone
-    return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held)
+    return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held_slots(packed.sequences))
 
 
 def packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -> dict[str, float]:
@@ -92,6 +86,11 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
     for name in history[0]:
         if "/" in name and total(name)[1]:
             metrics[name] = np.divide(*total(name))
+    if not run.update_spec.model.dense:
+        tokens_LE = total("expert_tokens")
+        largest = tokens_LE.max(axis=1) / np.maximum(tokens_LE.mean(axis=1), 1)
+        metrics["policy/balance_loss"] = mean("balance_loss")
+        metrics["policy/expert_load_max"] = largest.mean()
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens

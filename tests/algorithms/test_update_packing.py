@@ -19,7 +19,7 @@ from specrl_jax.types import Batch
 WINDOW = ref.MODEL.replace(
     num_layers=3,
     sliding_window=2,
-    sliding_window_pattern=2,
+    local_layers=(True, False, True),
     rope_local_theta=50.0,
     attn_softcap=2.0,
 )
@@ -152,3 +152,29 @@ def test_without_any_row_to_compute_the_gradient_is_0(mesh):
     got, metrics = ref.gradient(ref.LEARNER, ref.host_batch(), included=np.zeros(ref.ROWS, bool))
     assert not any(np.any(x) for x in jax.tree.leaves(got))
     assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_rows_of_a_mixture_give_the_gradient_of_padded_rows(mesh, packing):
+    """Without the balance loss; the load counts each token that is computed once for each layer."""
+    batch = ref.on_mesh(ref.host_batch(shared=True))
+    model = ref.MODEL.replace(num_experts=6, experts_per_token=2)
+    params = random_params(model, 0.4)
+
+    def gradient_by(packing: str, coef: float = 0.0):
+        spec = dataclasses.replace(ref.LEARNER, model=model, packing=packing, balance_coef=coef)
+        state = init_policy_state(spec, transformer.place_params(model, params))
+        state, sums = update(spec, state, batch, ref.pack(batch, spec))
+        return state.opt_state, sums
+
+    got, sums = gradient_by(packing)
+    want, _ = gradient_by("rows")
+    assert ref.distance(got, want) <= 5e-6
+    tokens_LE = np.asarray(sums["expert_tokens"])
+    assert tokens_LE.shape == (model.num_layers, 6)
+    assert len(set(tokens_LE.sum(axis=1).tolist())) == 1
+    lens = batch.prompt_lens + batch.response_lens
+    rows = 2 * int(np.sum(lens))
+    assert tokens_LE[0].sum() == rows if packing == "rows" else tokens_LE[0].sum() <= rows
+    other, _ = gradient_by(packing, coef=0.5)
+    assert ref.distance(other, want) > 1e-3

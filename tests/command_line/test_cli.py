@@ -35,7 +35,7 @@ MISTAKES = {
 WRONG_CONFIGS = [
     (["--config=nowhere.py"], f"--config=nowhere.py: no such file in {ROOT}"),
     ([f"{CONFIG}:huge"], "preset must be one of tiny, micro, custom, smollm2, gemma3_270m, gsm8k, "
-     "qwen3_1p7b, got 'huge'"),
+     "qwen3_1p7b, qwen3_30b_a3b, got 'huge'"),
     ([CONFIG, "--config.rollout.leniense=1"], "rollout.leniense is not a field of the config, did "
      "you mean lenience?"),
     ([CONFIG, "--config.nothing.at_all=1"], "nothing.at_all is not a field of the config"),

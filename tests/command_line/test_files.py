@@ -30,6 +30,7 @@ def test_presets_have_a_line():
     assert files.get_config(str(GRPO)).to_dict() == small_runs.preset("tiny").to_dict()
     presets = files.presets(GRPO)
     names = ["tiny", "micro", "custom", "smollm2", "gemma3_270m", "gsm8k", "qwen3_1p7b"]
+    names += ["qwen3_30b_a3b"]
     assert list(presets) == names
     assert all(line.endswith(".") for line in presets.values())
     assert files.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}

@@ -106,7 +106,7 @@ def test_rows_on_gpu_read_only_what_they_have_filled_and_their_window_holds(
 
 
 def test_what_the_kernels_of_gpus_refuse(mesh, monkeypatch):
-    local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
+    local = SMOLLM2.replace(sliding_window=512, attn_softcap=50.0)
     for use in kernels.USES:
         for model in (SMOLLM2, QWEN, local, SMOLLM2.replace(dtype="float32", head_dim=256)):
             assert not attention_gpu.refusal(use, model, 250)
@@ -192,5 +192,5 @@ def test_what_the_kernels_of_tpus_refuse(mesh):
     assert "has 250" in attention_tpu.refusal("cached", QWEN, 250)
     assert not attention_tpu.refusal("cached", QWEN, 5_120)
     assert not attention_tpu.refusal("packed", SMOLLM2, 250)
-    local = QWEN.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
+    local = QWEN.replace(sliding_window=512, attn_softcap=50.0)
     assert not any(attention_tpu.refusal(use, local, 5_120) for use in kernels.USES)

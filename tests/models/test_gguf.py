@@ -4,6 +4,7 @@ The real file, with quantised weights, is in test_hf.py.
 """
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from references.make_references import TINY
 from safetensors.numpy import load_file
 
 from specrl_jax.models import gguf, hf
-from specrl_jax.models.config import LinearScaling, RopeScaling
+from specrl_jax.models.config import LinearScaling, RopeScaling, YarnScaling
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.gguf import open_gguf
 
 TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
@@ -42,12 +44,27 @@ def llama_cpp_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray
     return np.array(divisors, np.float32)
 
 
+def join_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stack each layer's experts, as `Qwen2MoeModel.modify_tensors` of the same file does."""
+    joined = {}
+    for key, array in tensors.items():
+        name = re.sub(r"experts\.\d+\.", "experts.", key)
+        count = sum(re.sub(r"experts\.\d+\.", "experts.", x) == name for x in tensors)
+        numbered = (
+            [key.replace(re.search(r"experts\.\d+", key)[0], f"experts.{i}") for i in range(count)]
+            if name != key
+            else []
+        )
+        joined[name] = np.stack([tensors[x] for x in numbered]) if numbered else array
+    return joined
+
+
 def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=None) -> Path:
     """A tiny reference as llama.cpp's converter writes it: weights float16, norms float32."""
     from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
     config = hf.load(str(TINY_FILES / name))[0]
-    own = config.family.removesuffix("_text")
+    own = FAMILIES[config.family].gguf or config.family
     family = architecture or own
     path = folder / f"{name}.gguf"
     writer = GGUFWriter(path, family)
@@ -64,6 +81,27 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     }
     if config.sliding_window:
         metadata["attention.sliding_window"] = config.sliding_window
+    if config.num_experts:
+        metadata |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.experts_per_token,
+            "expert_feed_forward_length": config.mlp_dim,
+        }
+    if config.family == "granite":
+        metadata |= {
+            "embedding_scale": config.embed_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "attention.scale": config.attention_multiplier,
+            "logit_scale": config.logits_divisor,
+        }
+    if isinstance(config.rope_scaling, YarnScaling):
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": config.rope_scaling.factor,
+            "rope.scaling.original_context_length": config.rope_scaling.original_max_positions,
+            "rope.scaling.yarn_beta_fast": config.rope_scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": config.rope_scaling.beta_slow,
+        }
     if config.attn_softcap:
         metadata["attn_logit_softcapping"] = config.attn_softcap
     if config.final_softcap:
@@ -76,9 +114,9 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
         if value is not None:  # left out
             add[type(value)](f"{family}.{key}", value)
     name_map = get_tensor_name_map(MODEL_ARCH[own.upper()], config.num_layers)
-    for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
+    for key, array in join_experts(load_file(TINY_FILES / name / "model.safetensors")).items():
         values = array.astype(np.float32)
-        if config.family == "llama" and (".q_proj" in key or ".k_proj" in key):
+        if FAMILIES[config.family].gguf_interleaved and (".q_proj" in key or ".k_proj" in key):
             values = llama_cpp_rows(values, 4 if ".q_proj" in key else 2)
         if config.norm_adds_one and key.endswith("norm.weight"):
             values = values + 1
@@ -94,13 +132,21 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     return path
 
 
-@pytest.mark.parametrize("name", TINY)
+# llama.cpp has no such family, or none with such windows.
+NOT_IN_LLAMA_CPP = ("mistral", "mistral_window", "qwen2_windows", "olmo3")
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in NOT_IN_LLAMA_CPP])
 def test_gguf_of_each_family(name, tmp_path):
     config, params = hf.load(str(write_gguf(name, tmp_path)))
     expected_config, expected = hf.load(str(TINY_FILES / name))
     if isinstance(expected_config.rope_scaling, RopeScaling):
         # without a tensor of divisors the file knows nothing of stretched frequencies
         expected_config = replace(expected_config, rope_scaling=None)
+    if isinstance(expected_config.rope_scaling, YarnScaling):
+        # llama.cpp multiplies by 0.1 ln factor + 1
+        scaling = replace(expected_config.rope_scaling, attention_factor=0.0)
+        expected_config = replace(expected_config, rope_scaling=scaling)
     if name.startswith("gemma"):
         # The file has neither; llama.cpp takes the head dim and Gemma's own base.
         expected_config = replace(expected_config, query_pre_attn_scalar=8)
@@ -165,7 +211,7 @@ def test_gguf_of_gemma2_without_caps_has_those_of_llama_cpp(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("rope.scaling.type", "yarn", "'none' or absent"),
+        ("rope.scaling.type", "longrope", "'none' or absent"),
         ("attention.sliding_window", 128, "0 or absent"),
         ("attention.sliding_window_pattern", 2, "0 or absent"),
         ("rope.dimension_count", 4, "the head dim 8"),

@@ -23,8 +23,9 @@ from references.make_references import (
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.models import hf
-from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.config import Lora, ModelConfig
 from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.sharding import put, shards
 from specrl_jax.text.tokenizer import HuggingFaceTokenizer
 
 REFERENCES = Path(__file__).parents[1] / "references"
@@ -36,7 +37,8 @@ def our_logits(config: ModelConfig, params: dict, tokens: np.ndarray) -> np.ndar
         model = Transformer(config, params)
         return model.logits(model(tokens)[0])
 
-    return np.asarray(jax.jit(forward)(place_params(config, params), jnp.asarray(tokens)))
+    placed = put(tokens, "batch", None) if len(tokens) % shards("batch") == 0 else tokens
+    return np.asarray(jax.jit(forward)(place_params(config, params), placed))
 
 
 def tiny_copy(name: str, path: Path) -> Path:
@@ -263,6 +265,35 @@ def test_save_replaces_an_older_model(tmp_path, mesh):
     loaded_config, loaded = hf.load(str(tmp_path))
     assert loaded_config == config
     assert_same(loaded, params)
+
+
+def test_adapters_on_fused_tensors_are_refused(tmp_path):
+    config = hf.load_config(str(REFERENCES / "tiny" / "phi3"))
+    message = r"^--adapters cannot be used with family phi3 and adapters on q_proj: [^\n]*$"
+    with pytest.raises(ValueError, match=message):
+        hf.save_adapters(tmp_path, config.replace(lora=Lora(2, 4.0, ("q_proj",))), {}, "base")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_of_weights_as_transformers_begins_them(name, make_mesh, tmp_path):
+    """Float32 rounding alone is between them, on one device and on eight."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, settings = TINY[name]
+    begin = {"pad_token_id": None, "initializer_range": 0.1}
+    config = AutoConfig.for_model(family, **(begin | SIZES | settings))
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    theirs.save_pretrained(tmp_path)
+    config, params = hf.load(str(tmp_path))
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (8, 20), np.int32)
+    exact = logits(theirs.double(), tokens)
+    tensor = 1 if config.num_kv_heads == 1 else 2
+    for shape in ((1, 1, 1), (8 // (2 * tensor), 2, tensor)):
+        with jax.set_mesh(make_mesh(*shape)):
+            np.testing.assert_allclose(our_logits(config, params, tokens), exact, atol=3e-6, rtol=0)
 
 
 # --- real weights ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from references.make_references import TINY
 from test_gguf import TINY_FILES
 
-from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling, YarnScaling
 from specrl_jax.models.hf_config import config_from_json, config_to_json
 
 
@@ -21,6 +21,10 @@ def test_config_of_each_family():
     scaling = RopeScaling(8.0, 1.0, 4.0, 32)
     gemma = dict.fromkeys(("norm_adds_one", "post_norms", "embed_scale"), True)
     gemma |= {"activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12, "final_softcap": 8.0}
+    both = (True, True)
+    yarn = YarnScaling(4.0, 16, attention_factor=1.3, beta_fast=4.0, beta_slow=0.5)
+    olmo = {"pre_norms": False, "post_norms": True, "qk_norm_all": True, "norm_eps": 1e-5}
+    olmo |= {"tie_embeddings": False}
     assert configs == {
         "llama3_rope": ModelConfig(
             **common, rope_theta=100.0, rope_scaling=scaling, tie_embeddings=False
@@ -40,7 +44,7 @@ def test_config_of_each_family():
             rope_scaling=LinearScaling(4.0),
             rope_local_theta=50.0,
             sliding_window=5,
-            sliding_window_pattern=6,
+            local_layers=(True,) * 5 + (False, True),
         ),
         "gemma2": ModelConfig(
             **common | {"num_layers": 3},
@@ -48,7 +52,84 @@ def test_config_of_each_family():
             family="gemma2",
             attn_softcap=2.0,
             sliding_window=4,
-            sliding_window_pattern=2,
+            local_layers=(True, False, True),
+        ),
+        "mistral_window": ModelConfig(
+            **common, family="mistral", tie_embeddings=False, sliding_window=5, local_layers=both
+        ),
+        "mistral": ModelConfig(
+            **common, family="mistral", tie_embeddings=False, rope_theta=100.0, rope_scaling=yarn
+        ),
+        "qwen2_windows": ModelConfig(
+            **common | {"num_layers": 3},
+            family="qwen2",
+            attention_bias=True,
+            tie_embeddings=False,
+            rope_theta=100.0,
+            rope_scaling=LinearScaling(2.0),
+            sliding_window=4,
+            local_layers=(False, True, True),
+        ),
+        "qwen3_yarn": ModelConfig(
+            **common,
+            family="qwen3",
+            qk_norm=True,
+            tie_embeddings=False,
+            rope_theta=100.0,
+            rope_scaling=yarn,
+        ),
+        "smollm3": ModelConfig(
+            **common | {"num_layers": 4},
+            family="smollm3",
+            rope_theta=2e6,
+            unrotated_layers=(False, False, False, True),
+        ),
+        "olmo2": ModelConfig(**common | {"num_kv_heads": 1}, **olmo, family="olmo2"),
+        "olmo3": ModelConfig(
+            **common | {"num_layers": 5},
+            **olmo,
+            family="olmo3",
+            rope_theta=100.0,
+            rope_scaling=yarn,
+            rope_local_theta=50.0,
+            sliding_window=3,
+            local_layers=(True, True, True, False, True),
+        ),
+        "phi3": ModelConfig(
+            **common | {"num_heads": 6},
+            family="phi3",
+            norm_eps=1e-5,
+            tie_embeddings=False,
+            sliding_window=6,
+            local_layers=both,
+        ),
+        "granite": ModelConfig(
+            **common,
+            **bias,
+            family="granite",
+            tie_embeddings=False,
+            embed_multiplier=3.0,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            logits_divisor=0.5,
+        ),
+        "qwen3_moe": ModelConfig(
+            **common | {"mlp_dim": 12},
+            family="qwen3_moe",
+            qk_norm=True,
+            tie_embeddings=False,
+            num_experts=6,
+            experts_per_token=2,
+            norm_topk=True,
+        ),
+        "olmoe": ModelConfig(
+            **common | {"head_dim": 4},
+            family="olmoe",
+            norm_eps=1e-5,
+            qk_norm_all=True,
+            tie_embeddings=False,
+            num_experts=4,
+            experts_per_token=3,
         ),
     }
     assert configs["gemma3"].local_layers == (True,) * 5 + (False, True)
@@ -122,15 +203,37 @@ WINDOW = {"sliding_window": 64, "max_window_layers": 1}
         ("qwen2", "model_type", "gemma3", " must be one of .*, got 'gemma3'"),
         ("qwen2", "hidden_act", "gelu", " must be 'silu', got 'gelu'"),
         ("qwen2", "num_key_value_heads", 3, " must divide .* 4, got 3"),
-        ("qwen2", "use_sliding_window", True, " must be false .* sliding_window 64 from layer 1"),
+        ("qwen2", "clip_qkv", 8.0, " must be absent or null, got 8.0"),
         ("qwen2", "quantization_config", {"quant_method": "gptq"}, ".* got quant_method 'gptq'"),
         (
             "qwen3_tied", "layer_types", ["full_attention", "sliding_attention"],
-            r" must be \['full_attention', ..\], got 'sliding_attention'",
+            " must be 'full_attention' there, as Qwen3ForCausalLM computes it, got 'sl.*",
         ),
         (
-            "llama3_rope", "rope_parameters", {"type": "linear", "factor": 4.0},
-            ".rope_type must be 'default' or 'llama3', got 'linear'",
+            "llama3_rope", "rope_parameters", {"type": "dynamic", "factor": 4.0},
+            ".rope_type must be 'default' or 'linear' or 'llama3' or 'yarn', got 'dynamic'",
+        ),
+        (
+            "phi3", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0] * 4},
+            ".rope_type must be 'default', got 'longrope'",
+        ),
+        (
+            "qwen3_yarn", "rope_parameters", {"rope_type": "yarn", "factor": 4, "beta_fast": "a"},
+            r".beta_fast must be a number in \[0.001, 1e\+06\], got 'a'",
+        ),
+        ("mistral", "sliding_window", 0.5, " must be a positive integer, got 0.5"),
+        (
+            "mistral_window", "layer_types", ["full_attention"] * 2,
+            " must be 'sliding_attention' there, as MistralForCausalLM computes it, got 'full.*",
+        ),
+        ("qwen3_moe", "mlp_only_layers", [1], r" must be \[\], got \[1\]"),
+        ("qwen3_moe", "decoder_sparse_step", 2, " must be 1, got 2"),
+        ("olmoe", "num_experts_per_tok", 5, " must be <= num_experts 4, got 5"),
+        ("olmoe", "norm_topk_prob", 1, " must be true or false, got 1"),
+        ("smollm3", "no_rope_layers", [1, 0], r" must be 4, each 0 or 1, got \[1, 0\]"),
+        (
+            "granite", "logits_scaling", 0,
+            r" must be a number in \[1e-06, 1e\+06\], got 0",
         ),
         (
             "llama3_rope", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -140,8 +243,8 @@ WINDOW = {"sliding_window": 64, "max_window_layers": 1}
         ("gemma3", "use_bidirectional_attention", True, " must be absent or null, got True"),
         ("gemma3", "hidden_activation", "silu", " must be 'gelu_pytorch_tanh', got 'silu'"),
         (
-            "gemma3", "layer_types", ["full_attention"] + ["sliding_attention"] * 6,
-            " must be 7, each 'sliding_attention' but every n-th .*",
+            "gemma3", "layer_types", ["full_attention"] + ["sliding_attention"] * 5,
+            " must be 7, each 'sliding_attention' or 'full_attention', got .*",
         ),
         (
             "gemma3", "rope_parameters",

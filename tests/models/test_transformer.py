@@ -10,7 +10,7 @@ import pytest
 from small_models import MODEL, random_params
 
 from specrl_jax.models import transformer
-from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling, YarnScaling
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer, rollout_weights
 from specrl_jax.sharding import axes, put
@@ -33,7 +33,7 @@ FAMILIES = {
     "qwen3": BASE.replace(family="qwen3", qk_norm=True),
     "one-kv-head": BASE.replace(num_kv_heads=1),
     # Windows shorter than the sequences; layers 2 (gemma2) and 3 are global.
-    "gemma2": GEMMA.replace(family="gemma2", attn_softcap=1.0, sliding_window_pattern=2),
+    "gemma2": GEMMA.replace(family="gemma2", attn_softcap=1.0, local_layers=(True, False)),
     "gemma3": GEMMA.replace(
         family="gemma3_text",
         num_layers=4,
@@ -41,7 +41,36 @@ FAMILIES = {
         rope_theta=1000.0,
         rope_scaling=LinearScaling(2.0),
         rope_local_theta=50.0,
-        sliding_window_pattern=3,
+        local_layers=(True, True, False, True),
+    ),
+    "mistral": BASE.replace(family="mistral", sliding_window=3, local_layers=(True, True)),
+    # Layer 2 is not rotated, and the last is neither rotated nor global.
+    "smollm3": BASE.replace(
+        family="smollm3",
+        num_layers=3,
+        sliding_window=3,
+        local_layers=(False, False, True),
+        unrotated_layers=(False, True, True),
+    ),
+    "olmo3": BASE.replace(
+        family="olmo3",
+        pre_norms=False,
+        post_norms=True,
+        qk_norm_all=True,
+        rope_scaling=YarnScaling(4.0, 4, beta_fast=1.0, beta_slow=0.5),
+        rope_local_theta=50.0,
+        sliding_window=2,
+        local_layers=(True, False),
+    ),
+    "granite": BASE.replace(
+        family="granite",
+        embed_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_divisor=0.5,
+    ),
+    "qwen3_moe": BASE.replace(
+        family="qwen3_moe", qk_norm=True, num_experts=6, experts_per_token=2, norm_topk=True
     ),
 }
 EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)

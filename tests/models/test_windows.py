@@ -6,7 +6,7 @@ import rollout_reference as ref
 from test_transformer import FAMILIES
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "smollm3", "olmo3"])
 def test_a_rollout_with_drafts_equals_the_naive_loop(mesh, name):
     """Rows begin with a prompt and a draft, then decode; the loop recomputes whole sequences."""
     model = FAMILIES[name]

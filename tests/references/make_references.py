@@ -2,6 +2,7 @@
 
     python tests/references/make_references.py          # all of them
     python tests/references/make_references.py tiny     # without the real models'
+    python tests/references/make_references.py tiny NAME ...    # of these alone
 
 Each `tiny/NAME/` is a directory as `save_pretrained` writes it (random weights in bfloat16) plus
 `expected.npz`: tokens int32 [B, T] and the float32 logits [B, T, V] of transformers.
@@ -42,6 +43,16 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+# Of the four frequencies the first stays and the last is divided.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.3,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
 TINY = {
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "llama_biases": (
@@ -72,6 +83,57 @@ TINY = {
             "final_logit_softcapping": 8.0,
         },
     ),
+    # All layers are local, or none.
+    "mistral_window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False}),
+    "mistral": ("mistral", {"sliding_window": None, "rope_parameters": YARN}),
+    "qwen2_windows": (
+        "qwen2",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+        },
+    ),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN}),
+    # Layer 3 is not rotated.
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 1}),
+    # Layer 3 is global, its frequencies scaled.
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 3,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    # Three query heads of six share a key.
+    "phi3": ("phi3", {"num_attention_heads": 6, "sliding_window": 6}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 3}),
 }
 PROMPTS = (
     "What is 7 + 5 - 3?",
@@ -96,7 +158,9 @@ def tiny_model(name: str, seed: int, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = TINY[name]
-    config = AutoConfig.for_model(family, **(SIZES | settings | changes))
+    fields = {"pad_token_id": None} | SIZES | settings | changes
+    config = AutoConfig.for_model(family, **fields)
+    config._experts_implementation = "eager"  # others know no float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     rng = np.random.default_rng(seed)
     for weight_name, weight in model.named_parameters():
@@ -174,8 +238,9 @@ def make_pretrained(name: str, file: Path, prompts: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    for number, name in enumerate(TINY):
-        make_tiny(name, number)
-    if sys.argv[1:] != ["tiny"]:
+    names = sys.argv[2:] or list(TINY)
+    for name in names:
+        make_tiny(name, list(TINY).index(name))
+    if sys.argv[1:2] != ["tiny"]:
         make_smollm2()
         make_pretrained("gemma3", GEMMA3_FILE, GEMMA3_PROMPTS)
