@@ -122,7 +122,7 @@ ALGORITHM = Section("algorithm", "", (
     field("kl_estimator", "k3+", "of the loss: k3+ | k1+ | k2, with the same gradient; paper k3",
           choice(lambda: _losses().KL_ESTIMATORS), KL, BY_TOKEN, may_change=NEW_RUN),
     field("entropy_coef", 0.0, "weight of the entropy bonus; paper 0", FINITE, may_change=NEW_RUN),
-    field("balance_coef", 0.0, "of the loss that spreads tokens over experts, arXiv 2101.03961", WEIGHT,
+    field("balance_coef", 0.0, "of the loss that spreads tokens over experts (2101.03961)", WEIGHT,
           may_change=NEW_RUN),
     field("importance_cap", 0.0, "TIS: cap of the weight π / what a token came from; 0: off",
           within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
