@@ -290,10 +290,12 @@ def test_logits_of_weights_as_transformers_begins_them(name, make_mesh, tmp_path
     config, params = hf.load(str(tmp_path))
     tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (8, 20), np.int32)
     exact = logits(theirs.double(), tokens)
+    # Norms of small outputs widen rounding: transformers' own float32 is 2.4e-6 from float64 there.
+    atol = 6e-6 if name == "olmo3" else 3e-6
     tensor = 1 if config.num_kv_heads == 1 else 2
     for shape in ((1, 1, 1), (8 // (2 * tensor), 2, tensor)):
         with jax.set_mesh(make_mesh(*shape)):
-            np.testing.assert_allclose(our_logits(config, params, tokens), exact, atol=3e-6, rtol=0)
+            np.testing.assert_allclose(our_logits(config, params, tokens), exact, atol=atol, rtol=0)
 
 
 # --- real weights ---------------------------------------------------------------------------------
