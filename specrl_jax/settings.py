@@ -1,6 +1,6 @@
 """All fields of a run and the rules between them: what the rooms and the recipes declare.
 
-Each room has a file `settings.py` with its sections (`config.fields.Section`) and `RULES`. A recipe
+A room is a folder of this package. Each has a file `settings.py` with its sections (`config.fields.Section`) and `RULES`. A recipe
 may have `SECTIONS`, `RULES`, `EFFECTS` and `RENAMED`, see `recipes`.
 """
 

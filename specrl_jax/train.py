@@ -63,6 +63,7 @@ def loop(opening: OpenRun) -> None:
     while state.step < run.total_steps and not (stopped := opening.stop.agreed()):
         with log.clock.timed("time/step"):
             step(run, state, log)
+        state.add_to_totals(log.values)
         log.add(speed_metrics(run, state, log.values))
         last = state.step == run.total_steps
         every = run.config.evaluate.every

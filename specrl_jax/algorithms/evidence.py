@@ -41,7 +41,7 @@ class Evidence:
     price: np.ndarray | None = None  # float32 [B], of length; on the host; None: it is off
     # float32 [B], on the host, of each function of a sum, before its weight; {} where groups wait
     by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turns: Any = None  # `training.batch.Turns` of episodes, on the host; None where groups wait
+    turns: Any = None  # `responses.Turns` of episodes, on the host; None where groups wait
 
 
 class Estimate(NamedTuple):

@@ -157,10 +157,13 @@ def sequence_ratio(log_ratio: Array, mask: Array) -> Array:
 
 
 # (log π − log π_old of the tokens [B, R], mask [B, R]) → log r [B, R]
-RATIOS: dict[str, Callable[[Array, Array], Array]] = {
-    "token": token_ratio,
-    "sequence": sequence_ratio,
-}
+RATIOS: dict[str, Callable[[Array, Array], Array]] = Table(
+    "RATIOS",
+    {
+        "token": token_ratio,
+        "sequence": sequence_ratio,
+    },
+)
 
 
 # KL -----------------------------------------------------------------------------------------
@@ -190,7 +193,9 @@ def k3(log_ratio: Array) -> Array:
 # π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193. Alone, k1 has the
 # gradient 0 in expectation, and k3 that of KL(π_ref ‖ π). "+" says that the loss adds their score
 # terms, as in verl: `kl_penalty` gives each estimate the same gradient.
-KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k3+": k3, "k1+": k1, "k2": k2}
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = Table(
+    "KL_ESTIMATORS", {"k3+": k3, "k1+": k1, "k2": k2}
+)
 
 
 def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> Array:
@@ -250,16 +255,21 @@ TOKEN_MEAN = Aggregation(
     sum=lambda x, mask, _: jnp.sum(x, where=mask),
     count=lambda mask: jnp.sum(mask, dtype=jnp.int32),
 )
-AGGREGATIONS: dict[str, Aggregation] = {
-    # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
-    "token": TOKEN_MEAN,
-    # Σ over rows of the row's mean / number of rows: GRPO, arXiv 2402.03300, eq. 3
-    "sequence": Aggregation(
-        lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)), _count_rows, sums_tokens=False
-    ),
-    # Σ over all tokens / (number of rows · max_len): Dr. GRPO, arXiv 2503.20783, section 3.2
-    "constant": Aggregation(lambda x, mask, n: jnp.sum(x / n, where=mask), _count_rows),
-}
+AGGREGATIONS: dict[str, Aggregation] = Table(
+    "AGGREGATIONS",
+    {
+        # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
+        "token": TOKEN_MEAN,
+        # Σ over rows of the row's mean / number of rows: GRPO, arXiv 2402.03300, eq. 3
+        "sequence": Aggregation(
+            lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)),
+            _count_rows,
+            sums_tokens=False,
+        ),
+        # Σ over all tokens / (number of rows · max_len): Dr. GRPO, arXiv 2503.20783, section 3.2
+        "constant": Aggregation(lambda x, mask, n: jnp.sum(x / n, where=mask), _count_rows),
+    },
+)
 
 
 # The losses ---------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Fields of the update: advantage, objective, critic, and the optimizer's steps."""
+"""Fields of the update: advantage, objective, critic, and the optimizer's steps.
+
+"paper" is SPEC-RL's published run (arXiv 2509.23232), here and in the other `settings.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +92,7 @@ WEIGHTED_RULE = When(
     "rollout.accept",
     lambda c: _old(c).by_update or c.meaning("rollout.accept").importance_weight is not None,
 )
-CRITIC = When("critic.kind", _has_critic)
+HAS_CRITIC = When("critic.kind", _has_critic)
 NO_CRITIC = When("critic.kind", lambda c: not _has_critic(c), "none")
 NO_KL = When(
     "algorithm.kl_coef", lambda c: not (c.algorithm.kl_coef and _objective_of(c).by_token), "0"
@@ -161,7 +164,7 @@ CRITIC = Section("critic", "a value function, for PPO: see configs/ppo.py", (
           within(0, 1e6), may_change=NEW_RUN),
     field("gamma", 1.0, "discount per token; paper 1", SHARE),
     field("gae_lambda", 1.0, "GAE's λ; paper 1", SHARE),
-), on=CRITIC)
+), on=HAS_CRITIC)
 
 UPDATES = Section("updates", "", (
     field("mini_batch_size", 256, "rows per optimizer step; paper 256 prompts", integer(1),
@@ -207,7 +210,7 @@ def _objective(config: Values) -> Iterator[Check]:
     needs = objective.advantage
     owned = {other.advantage for other in _losses().OBJECTIVES.values()}
     rule = f"another one than {name} {where}"
-    yield "algorithm.advantage", rule, not name or name == needs or name not in owned
+    yield "algorithm.advantage", rule, name == needs or name not in owned
     yield "algorithm.advantage", f"{needs} {where}", not needs or name == needs
     yield from objective.rules(config)
 

@@ -37,6 +37,11 @@ class Term:
     # Names of `Batch.extra`, int32 [B, R, k], that `slot_inputs` gets for each packed slot.
     by_slot: ClassVar[tuple[str, ...]] = ()
 
+    @staticmethod
+    def asked_by(config: Any) -> str:
+        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        return ""
+
     @classmethod
     def from_config(cls, config: Any, frozen: Any) -> "Term":
         """Return the term of a configuration. frozen: shape of the weights of `Run.frozen`."""

@@ -241,7 +241,7 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
 }
 
 
-# Which rows the updates take: None for every row once, else the stage of a batch that selects them.
+# Names of the ways to choose the rows that updates take. The stage that does it asks for itself.
 ROW_SELECTIONS: dict[str, Any] = Table("ROW_SELECTIONS", {"all": None})
 
 

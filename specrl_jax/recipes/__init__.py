@@ -1,15 +1,14 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
-A file takes a slot of the run, COLLECTOR, ROLL_OUT or SOURCE, by a class of the slot's name. The
-class says which field of the configuration asks for it, "" where none does:
+A file takes a slot of the run, COLLECTOR, ROLL_OUT, SOURCE, STAGE, TERM or FROZEN, by a class of the
+slot's name. The class says which field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
 
 It adds choices to a table of the core, such as `ADVANTAGES`, by a dict of the table's name.
+`training.slots` fills the slots; docs/extending.md says what a class has besides. A file also has:
 
-`training.slots` fills the slots; docs/extending.md says what a class has besides.
-
-A file declares what the configuration has of it, as a room does in its `settings.py`:
+    METRICS   {name: (what it is, unit)}
 
     SECTIONS  sections of fields (`config.fields.Section`)
     RULES     rules between fields

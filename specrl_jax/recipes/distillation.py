@@ -134,8 +134,8 @@ def _as_wide(logits: Array, size: int) -> Array:
 ESTIMATORS = {"full": FullKl, "score": ScoreKl}
 
 
-class Distillation:
-    """The term that `distill.estimator` names."""
+class Distillation(Term):
+    """Makes the term that `distill.estimator` names."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -145,10 +145,6 @@ class Distillation:
     def from_config(config, frozen: ModelConfig) -> Term:
         estimator = ESTIMATORS[config.distill.estimator]
         return estimator(config.distill.coef, frozen, config.rollout.temperature)
-
-    @staticmethod
-    def kept_logprobs(config) -> int:
-        return 0
 
 
 # The teacher --------------------------------------------------------------------------------------

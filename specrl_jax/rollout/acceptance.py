@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.row_slices import count_leading, read_slots
+from specrl_jax.recipes import Table
 from specrl_jax.rollout.block import Residual, verify_block
 from specrl_jax.rollout.one_pass import FusedDistributions
 from specrl_jax.rollout.sampling import TokenDistributions, logprobs_at
@@ -211,9 +212,12 @@ class Match(AcceptanceRule):
 MATCH = Match()
 
 # `rollout.accept`. The only place where a rule's name is written.
-ACCEPTANCE_RULES: dict[str, type[AcceptanceRule]] = {
-    "ratio": Ratio,
-    "random": RandomCut,
-    "block": Block,
-    "match": Match,
-}
+ACCEPTANCE_RULES: dict[str, type[AcceptanceRule]] = Table(
+    "ACCEPTANCE_RULES",
+    {
+        "ratio": Ratio,
+        "random": RandomCut,
+        "block": Block,
+        "match": Match,
+    },
+)

@@ -30,6 +30,11 @@ class Collector(StatePart):
     # What follows from the configuration alone
 
     @staticmethod
+    def asked_by(config) -> str:
+        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        return ""
+
+    @staticmethod
     def rollout_group_size(config) -> int:
         """Return how many responses to a prompt one rollout has."""
         return config.rollout.group_size
@@ -98,7 +103,7 @@ class Collector(StatePart):
         state.stream.observe(responses.prompts, responses.group_rewards)
 
     def batch(self, state: RolloutState, done: Sequence[Responses]) -> TrainBatch:
-        """Return what the step trains on."""
+        """Return what the step trains on; keep what waits for another step."""
         (responses,) = done
         rewards = responses.rewards
         return TrainBatch(

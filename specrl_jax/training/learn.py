@@ -40,10 +40,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         batch, chosen, more = stage(run, state, batch, collected)
         row_ids = row_ids if chosen is None else chosen
         metrics |= more
-    made = _update_by_mini_batches(run, state, batch, row_ids)
-    if collected.stale:
-        # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
-        made.pop("policy/rollout_train_logprob_gap", None)
+    made = _update_by_mini_batches(run, state, batch, row_ids, stale=collected.stale)
     return {name: float(value) for name, value in (made | metrics).items()}
 
 
@@ -71,9 +68,12 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
 
 
 def _update_by_mini_batches(
-    run: Run, state: RunState, batch: Batch, row_ids: np.ndarray
+    run: Run, state: RunState, batch: Batch, row_ids: np.ndarray, *, stale: bool
 ) -> dict[str, float]:
-    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics."""
+    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics.
+
+    stale: as in `TrainBatch`.
+    """
     settings = run.config.updates
     critic_only = state.step <= critic_only_steps(run.config)
     history = []
@@ -98,7 +98,7 @@ def _update_by_mini_batches(
     for packed in mini_batches * (settings.passes - 1):
         make_update(packed)
     history = drop_skipped_updates(run, state, hosts.fetch(history))
-    metrics = update_metrics(run, history)
+    metrics = update_metrics(run, history, stale=stale)
     metrics |= packing_metrics(mini_batches, batch, settings.passes)
     if settings.skip_nonfinite:
         metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)

@@ -26,6 +26,11 @@ class BatchSource(contextlib.AbstractContextManager):
     ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
 
     @staticmethod
+    def asked_by(config: Any) -> str:
+        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        return ""
+
+    @staticmethod
     def rollout_mesh(config: Any) -> jax.sharding.Mesh:
         """Make the mesh of rollouts; the mesh in use is of updates."""
         return jax.sharding.get_mesh()

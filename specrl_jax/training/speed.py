@@ -11,14 +11,12 @@ from specrl_jax.training.state import Run, RunState
 
 
 def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a finished step; add it to the totals in `state`.
+    """Return the metrics of a finished step, which is in the totals of `state`.
 
     values: the step's other metrics and seconds.
     """
     generated = values["rollout/tokens_generated"]
     step_seconds = values["time/step"]
-    state.tokens_generated += int(generated)
-    state.seconds += step_seconds
     metrics = {
         "data/tokens_generated": state.tokens_generated,
         "time/total": state.seconds,

@@ -2,12 +2,11 @@
 
 A new part of the state is a `types.StatePart`, which gives and takes back what a checkpoint holds,
 a field of `RolloutState` or `RunState`, and a line of `build._new_rollout_state` or
-`build._new_state`. A collector adds its own
-part (`collect`).
+`build._new_state`. A collector is a part of its own (`collect`).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -257,6 +256,11 @@ class RunState:
         """Updates of the policy that were made."""
         (_, count), *_ = optax.tree.get_all_with_path(self.policy_state.policy.opt_state, "count")
         return int(hosts.fetch(count))
+
+    def add_to_totals(self, values: Mapping[str, float]) -> None:
+        """Add a finished step, by its metrics and seconds."""
+        self.tokens_generated += int(values["rollout/tokens_generated"])
+        self.seconds += values["time/step"]
 
     def base_params(self, model: ModelConfig) -> Params | None:
         """Return the weights that adapters are trained for; None: all weights are trained."""

@@ -68,8 +68,13 @@ def packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -
     }
 
 
-def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return metrics of the step's updates, from each one's scalars; {} of none."""
+def update_metrics(
+    run: Run, history: list[dict[str, np.ndarray]], *, stale: bool
+) -> dict[str, float]:
+    """Return metrics of the step's updates, from each one's scalars; {} of none.
+
+    stale: earlier weights sampled some of the tokens.
+    """
 
     def mean(name: str) -> float:
         return np.mean([scalars[name] for scalars in history])
@@ -91,8 +96,10 @@ def update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, 
         largest = tokens_LE.max(axis=1) / np.maximum(tokens_LE.mean(axis=1), 1)
         metrics["policy/balance_loss"] = mean("balance_loss")
         metrics["policy/expert_load_max"] = largest.mean()
-    # Where the old log-probs are the rollout's, the first update measures the difference.
-    if tokens := history[0]["tokens"]:
+    # Where the old log-probs are the rollout's, the first update measures the difference of
+    # arithmetic; of earlier weights it would not be one of arithmetic alone.
+    tokens = history[0]["tokens"]
+    if tokens and not stale:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
     for name, training in run.update_spec.trained.items():
         if prefix := training.prefix:

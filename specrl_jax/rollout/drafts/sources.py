@@ -19,6 +19,7 @@ from jax import Array
 
 from specrl_jax import abstract
 from specrl_jax.config.spec import filled
+from specrl_jax.recipes import Table
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
 from specrl_jax.rollout.rows import Rows
@@ -157,15 +158,18 @@ class DraftChoice:
 
 
 # `rollout.draft`. The only place where a source's name is written.
-DRAFT_SOURCES: dict[str, DraftChoice] = {
-    "none": DraftChoice(),
-    "previous": DraftChoice(verifies_previous=True),
-    "tree": DraftChoice(make_source=SuffixDrafts.from_config),
-    "head": DraftChoice(head=True),
-    "previous+tree": DraftChoice(verifies_previous=True, make_source=SuffixDrafts.from_config),
-    "previous+head": DraftChoice(verifies_previous=True, head=True),
-    "tree+head": DraftChoice(make_source=SuffixDrafts.from_config, head=True),
-    "previous+tree+head": DraftChoice(
-        verifies_previous=True, make_source=SuffixDrafts.from_config, head=True
-    ),
-}
+DRAFT_SOURCES: dict[str, DraftChoice] = Table(
+    "DRAFT_SOURCES",
+    {
+        "none": DraftChoice(),
+        "previous": DraftChoice(verifies_previous=True),
+        "tree": DraftChoice(make_source=SuffixDrafts.from_config),
+        "head": DraftChoice(head=True),
+        "previous+tree": DraftChoice(verifies_previous=True, make_source=SuffixDrafts.from_config),
+        "previous+head": DraftChoice(verifies_previous=True, head=True),
+        "tree+head": DraftChoice(make_source=SuffixDrafts.from_config, head=True),
+        "previous+tree+head": DraftChoice(
+            verifies_previous=True, make_source=SuffixDrafts.from_config, head=True
+        ),
+    },
+)

@@ -87,7 +87,10 @@ class Scheduler:
         return waiting, np.minimum(waiting, self.buckets.refill)
 
     def _occupied(self) -> np.ndarray:
-        """Return how many slots of each shard cannot be given away, int [shards]."""
+        """Return how many slots of each shard cannot be given away, int [shards].
+
+        Where rows wait for an environment, a subclass says otherwise.
+        """
         return self.runner.unfinished_all
 
     # Rows decode ----------------------------------------------------------------------------------
