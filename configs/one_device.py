@@ -6,7 +6,7 @@
     python launch/train.py --config=configs/one_device.py:gemma3_1b           adapters, 24 GB
     python launch/train.py --config=configs/one_device.py:smollm3_3b          adapters, 80 GB
 
-16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090. Models and GSM8K come from the Hugging Face
+16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090; 80 GB: H100. Models and GSM8K come from the Hugging Face
 hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All other fields are
 those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
 --config.mesh.fsdp=8.
@@ -77,7 +77,7 @@ def gemma3_1b(config: ConfigDict) -> None:
 def smollm3_3b(config: ConfigDict) -> None:
     """SmolLM3-3B without thinking, adapters of rank 32, responses of up to 1,024 tokens.
 
-    Not run; docs/scaling.md has what compilers say.
+    Compiled for h100:1 (`extend` and `update`); not run.
     """
     config.model.source = "HuggingFaceTB/SmolLM3-3B"
     config.tokenizer.template_options.enable_thinking = False
