@@ -1,7 +1,8 @@
 """All fields of a run and the rules between them: what the rooms and the recipes declare.
 
-A room is a folder of this package. Each has a file `settings.py` with its sections (`config.fields.Section`) and `RULES`. A recipe
-may have `SECTIONS`, `RULES`, `EFFECTS` and `RENAMED`, see `recipes`.
+A room is a folder of this package. Each has a file `settings.py` with its sections
+(`config.fields.Section`) and `RULES`. A recipe may have `SECTIONS`, `RULES`, `EFFECTS` and
+`RENAMED`, see `recipes`.
 """
 
 import collections

@@ -56,13 +56,13 @@ ALLOWED = {
     "rollout/emitted": set(),
     "rollout/sampling": {"models", "sharding", "types"},
     "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
-    "rollout/acceptance": {
+    "rollout/acceptance": {"recipes",
         "models", "rollout/block", "rollout/one_pass", "rollout/sampling", "types",
     },
     "rollout/block": {"models", "rollout/sampling"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
-        "abstract", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+        "abstract", "recipes", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},

@@ -1,7 +1,7 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
-A file takes a slot of the run, COLLECTOR, ROLL_OUT, SOURCE, STAGE, TERM or FROZEN, by a class of the
-slot's name. The class says which field of the configuration asks for it, "" where none does:
+A file takes a slot of the run, COLLECTOR, ROLL_OUT, SOURCE, STAGE, TERM or FROZEN, by a class of
+that name. The class says which field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
 

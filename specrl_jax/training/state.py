@@ -6,6 +6,7 @@ a field of `RolloutState` or `RunState`, and a line of `build._new_rollout_state
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ class RunOrigin(StatePart):
     @classmethod
     def of(cls, run: Run, params: Params, is_reference: bool) -> "RunOrigin":
         """Describe the model of `params`, those that `build` gave."""
-        shape = dataclasses.asdict(run.model)
+        shape = json.loads(json.dumps(dataclasses.asdict(run.model), default=str))
         for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
             del shape[name]
         ids = [prompts.ids[:real] for prompts, real in run.held_out]

@@ -230,8 +230,8 @@ def test_every_preset_is_valid_and_has_all_fields(name, config):
 
 
 def test_every_file_has_its_presets():
-    """Seven of grpo, ppo, dapo and lenience_sweep, two of multiturn, four of one_device, a tool."""
-    assert len(cli.presets()) == 4 * 7 + 2 + 4 + 1
+    """Eight of grpo, ppo, dapo and lenience_sweep, two of multiturn, five of one_device, a tool."""
+    assert len(cli.presets()) == 4 * 8 + 2 + 5 + 1
 
 
 def test_values_at_the_limits_are_taken():

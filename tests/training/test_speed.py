@@ -39,7 +39,7 @@ def measure(monkeypatch, devices, values=VALUES):
     mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=devices))
     monkeypatch.setattr(jax.sharding, "get_mesh", lambda: mesh)
     run = types.SimpleNamespace(rollout_mesh=mesh, model=MODEL)
-    state = types.SimpleNamespace(tokens_generated=40, seconds=1.5)
+    state = types.SimpleNamespace(tokens_generated=140, seconds=3.5)
     return speed_metrics(run, state, values)
 
 
