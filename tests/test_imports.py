@@ -62,7 +62,8 @@ ALLOWED = {
     "rollout/block": {"models", "rollout/sampling"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
-        "abstract", "recipes", "config/spec", "rollout/rows", "rollout/stop_strings", "sharding", "types",
+        "abstract", "config/spec", "recipes", "rollout/rows", "rollout/stop_strings", "sharding",
+        "types",
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},

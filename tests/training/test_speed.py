@@ -65,7 +65,7 @@ def test_what_multiplies(monkeypatch):
     assert param_count(untied) == count + MODEL.vocab_size * MODEL.embed_dim
     assert model_flops(untied, VALUES) == model_flops(MODEL, VALUES) == count * 6900
     frozen = types.SimpleNamespace(**vars(MODEL) | {"lora": object(), "untied": False})
-    monkeypatch.setattr("specrl_jax.training.speed.param_count", lambda model: count)
+    monkeypatch.setattr("specrl_jax.training.speed.used_param_count", lambda model: count)
     assert model_flops(frozen, VALUES) == count * 4900
     nothing = {"rollout/tokens_generated": 7}  # no rule verified, nothing was trained on
     assert model_flops(MODEL, nothing) == count * 14
