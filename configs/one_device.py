@@ -6,9 +6,9 @@
     python launch/train.py --config=configs/one_device.py:gemma3_1b           adapters, 24 GB
     python launch/train.py --config=configs/one_device.py:smollm3_3b          adapters, 80 GB
 
-16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090; 80 GB: H100. Models and GSM8K come from the Hugging Face
-hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All other fields are
-those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
+16 GB: one TPU v5e, as Colab's; 24 GB: L4, RTX 4090; 80 GB: H100. Models and GSM8K come from the
+Hugging Face hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All other
+fields are those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
 --config.mesh.fsdp=8.
 
 Expect what the compiler says to fit: docs/scaling.md has the figures, and a run prints its own
