@@ -295,7 +295,7 @@ def qwen3_30b_a3b(config: ConfigDict) -> None:
     of its memory; what reward to expect is not known. It teaches the fields of a mixture of
     experts: "tensor" splits each expert's width and the four key/value heads.
 
-    Measured: `extend` and `update` compiled for h100:8, see docs/scaling.md; not run.
+    Measured: `extend`, decode and `update` compiled for h100:8, see docs/scaling.md; not run.
     """
     gsm8k(config)
     _pretrained(config, "Qwen/Qwen3-30B-A3B")
