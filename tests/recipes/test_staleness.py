@@ -74,7 +74,7 @@ def test_a_batch_is_sampled_by_the_weights_of_so_many_updates_before(
         with run.responder.pool:
             for step in range(1, STEPS + 1):
                 sampler = weights[max(0, step - 1 - staleness)]
-                batch, _ = loop.collect(run, state.rollout, sampler)
+                batch, _ = collect.collect(run, state.rollout, sampler)
                 batch = dataclasses.replace(batch, stale=staleness > 0 and step > 1)
                 state.step = step
                 expected.append(update_policy(run, state, batch) | batch.metrics)

@@ -11,7 +11,7 @@ from watched_updates import SOME_SIGNAL
 from specrl_jax import train as loop
 from specrl_jax.algorithms import scoring
 from specrl_jax.telemetry.records import read_rollouts
-from specrl_jax.training import learn
+from specrl_jax.training import collect, learn
 from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.stages import price_of_length
@@ -95,7 +95,7 @@ def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
     run, params = build(small_config({"updates.old_logprobs": "recompute"}))
     state = init_state(run, params)
     with run.responder.pool:
-        batch, _ = loop.collect(run, state.rollout, state.rollout_weights(run))
+        batch, _ = collect.collect(run, state.rollout, state.rollout_weights(run))
     state.step = 1
     share = {"rollout/stale_fraction": float(not stale)}
     batch = dataclasses.replace(batch, stale=stale, metrics=batch.metrics | share)
