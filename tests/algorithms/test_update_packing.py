@@ -165,7 +165,7 @@ def test_packed_rows_of_a_mixture_give_the_gradient_of_padded_rows(mesh, packing
         spec = dataclasses.replace(ref.LEARNER, model=model, packing=packing, balance_coef=coef)
         state = init_policy_state(spec, transformer.place_params(model, params))
         state, sums = update(spec, state, batch, ref.pack(batch, spec))
-        return state.opt_state, sums
+        return state.policy.opt_state, sums
 
     got, sums = gradient_by(packing)
     want, _ = gradient_by("rows")
