@@ -14,6 +14,7 @@ from small_models import random_params
 from small_runs import line_of, records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.hooks import StandardHooks
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
@@ -216,7 +217,7 @@ def test_the_kl_to_the_reference_starts_at_0(run):
 )  # fmt: skip
 def test_what_cannot_fit_is_told_before_anything_is_done(make_mesh, tmp_path, changes, message):
     with jax.set_mesh(make_mesh(2, 1, 1)), pytest.raises(ValueError, match=message):
-        loop.train(small_config(changes), tmp_path / "run")
+        loop.train(small_config(changes), tmp_path / "run", hooks=StandardHooks())
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
