@@ -201,4 +201,4 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "fields.md").write_text(fields_page(), "utf-8")
+    (ROOT / "docs" / "fields.md").write_text(fields_page(), encoding="utf-8")
