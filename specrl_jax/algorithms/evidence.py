@@ -1,4 +1,4 @@
-"""What an advantage is estimated from, and what it gives."""
+"""Evidence that an advantage is estimated from, and the estimate."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class AdvantageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What advantages are estimated from. Rows of a group are contiguous.
+    """Data that advantages are estimated from. Rows of a group are contiguous.
 
     Arrays on the host are whole in every process.
     """

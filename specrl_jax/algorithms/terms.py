@@ -15,7 +15,7 @@ from specrl_jax.types import Batch
 
 
 class TokenValues(NamedTuple):
-    """What a term sees of a micro-batch; arrays [n, R], 0 outside the mask."""
+    """Values that a term sees of a micro-batch; arrays [n, R], 0 outside the mask."""
 
     logprobs: Array  # log π(y), with gradient
     log_ratio: Array  # log π(y) − log π_old(y), with gradient

@@ -78,7 +78,7 @@ def match_ids(own: Array, ids: Array, values: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Centering(Term):
-    """The term A·C of the loss."""
+    """Term A·C of the loss."""
 
     truncated: bool  # p is among the sampler's tokens, which H then holds
 
@@ -185,7 +185,7 @@ def token_masks(log_ratio: Array, logprobs: Array, advantages: Array, config: Lo
 
 
 class Law(Stage):
-    """The law of each token, as columns of the batch."""
+    """Adds the law of each token as columns of the batch."""
 
     @staticmethod
     def asked_by(config) -> str:

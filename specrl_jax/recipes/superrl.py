@@ -26,7 +26,7 @@ from specrl_jax.types import Batch
 
 
 class Solutions(Stage):
-    """The last response of each unsolved group is replaced by its problem's solution, if any."""
+    """Replaces the last response of each unsolved group by its problem's solution, if any."""
 
     after_logprobs = True  # its rows have none
 
