@@ -341,7 +341,8 @@ def _yarn(rope: Mapping[str, Any], factor: float, length: int, file: str, path: 
     numbers = {x: _number(given, x, _ROPE_FACTOR, file, path) for x in fields if x in given}
     scales = [numbers.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if all(scales) and "attention_factor" not in numbers:
-        own, every = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
-        numbers["attention_factor"] = own / every
+        log_factor = math.log(max(factor, 1.0))
+        own = 0.1 * scales[0] * log_factor + 1.0
+        numbers["attention_factor"] = own / (0.1 * scales[1] * log_factor + 1.0)
     _switch(given, "truncate", file)
     return YarnScaling(factor, length, truncate=given.get("truncate", True), **numbers)

@@ -70,7 +70,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
     asked = _asked(config, slot)
     if len(asked) > 1:
         fields = dict(flatten(config))
-        first, second = (field for _, field in asked[:2])
+        (_, first), (_, second) = asked[:2]
         raise ValueError(
             f"{first} and {second} must not be set together, as each is the run's "
             f"{slot.lower()}, got {fields[first]!r} and {fields[second]!r}; set one of them back"

@@ -73,14 +73,19 @@ def score_kl(logprobs: Array, teacher_logprobs: Array, log_ratio: Array) -> Arra
 
 
 @dataclasses.dataclass(frozen=True)
-class FullKl(Term):
-    """c·KL(π ‖ π_T) of each context, from the logits of both."""
+class TeacherKl(Term):
+    """Distance to the teacher, times a coefficient."""
 
     coef: float
     teacher: ModelConfig
     temperature: float
 
     teaches_all_rows = True
+
+
+class FullKl(TeacherKl):
+    """c·KL(π ‖ π_T) of each context, from the logits of both."""
+
     scores_tokens = False  # the stage has to
 
     def slot_inputs(self, frozen: Params, sequences: Sequences, columns: Mapping) -> Array:
@@ -101,15 +106,9 @@ class FullKl(Term):
         return self.coef * kl, {"policy/teacher_kl": kl}
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreKl(Term):
+class ScoreKl(TeacherKl):
     """c·r·d of each token, from the log-probs of the sampled tokens."""
 
-    coef: float
-    teacher: ModelConfig
-    temperature: float
-
-    teaches_all_rows = True
     scores_tokens = True
 
     def per_token(self, values: TokenValues, config: LossConfig) -> tuple[Array, dict[str, Array]]:
