@@ -42,14 +42,15 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
 
 
-def load(source: str) -> tuple[ModelConfig, dict[str, Any]]:
+def load(source: str, field: str = "model.source") -> tuple[ModelConfig, dict[str, Any]]:
     """Read a policy from what `inputs.resolve_source` finds: a directory or a `.gguf` file.
 
     Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
-    names of `models/transformer.py`. At most one tensor is twice in memory. Raises ValueError, in
-    one line, for what the source lacks or what the package cannot represent.
+    names of `models/transformer.py`. At most one tensor is twice in memory. field: names the source
+    in errors. Raises ValueError, in one line, for what the source lacks or what the package cannot
+    represent.
     """
-    config, checkpoint = _open(source, "model.source")
+    config, checkpoint = _open(source, field)
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}

@@ -58,25 +58,29 @@ def load_policy(
     vocab_size: int,
     unused_ids: IdRanges = (),
     check: Callable[[ModelConfig], None] = lambda shape: None,
+    field: str = "model.source",
 ) -> tuple[ModelConfig, Params]:
     """Return the shape, and float32 weights in the stored layout of the mesh in use.
 
     The weights come from `config.model.source`. If that is "", they are random, keyed by
     `config.seed`. vocab_size, unused_ids: the tokenizer's. check: called with the shape before
-    anything is allocated on a device. Raises ValueError in one line where a source is missing or of
-    another kind, or where tokenizer, lengths or mesh do not fit the model.
+    anything is allocated on a device. field: names the source in errors. Raises ValueError in one
+    line where a source is missing or of another kind, or where tokenizer, lengths or mesh do not
+    fit the model.
     """
     if not config.model.source:
         check(_for_run(_random_shape(config, vocab_size), config))
         shape = load_shape(config, vocab_size, unused_ids)
         return shape, init_params(shape, jax.random.key(config.seed))
-    shape, weights = hf.load(config.model.source)
+    shape, weights = hf.load(config.model.source, field)
     check(_for_run(shape, config))
     shape = _fitting(shape, config, vocab_size, unused_ids)
     return shape, place_params(shape, weights)
 
 
-def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfig:
+def load_shape(
+    config, vocab_size: int, unused_ids: IdRanges = (), field: str = "model.source"
+) -> ModelConfig:
     """Return the shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
 
     `config.model.source` may be a directory that holds only a config.json, and models of
@@ -88,7 +92,7 @@ def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfi
     elif source in SHAPES:
         shape = SHAPES[source]
     else:
-        shape = hf.load_config(source)
+        shape = hf.load_config(source, field)
     return _fitting(shape, config, vocab_size, unused_ids)
 
 

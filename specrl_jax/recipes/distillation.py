@@ -48,6 +48,8 @@ from specrl_jax.training.stages import pack_all
 from specrl_jax.training.state import Stage, Staged
 from specrl_jax.types import Batch, Rollout
 
+FIELD = "distill.teacher"
+
 
 def full_kl(logits: Array, teacher_logits: Array) -> Array:
     """Return KL(π ‖ π_T) in nats [...] of softmax(logits) [..., V]; carries the gradient.
@@ -165,11 +167,13 @@ class Teacher:
         """Return the teacher's shape and float32 weights; ValueError where its tokens differ."""
         source = config.distill.teacher
         check_tokens(source, tokenizer)
-        return load_policy(_as_policy(config), tokenizer.vocab_size, tokenizer.unused_ids)
+        return load_policy(
+            _as_policy(config), tokenizer.vocab_size, tokenizer.unused_ids, field=FIELD
+        )
 
     @staticmethod
     def shape(config, vocab_size: int) -> ModelConfig:
-        return load_shape(_as_policy(config), vocab_size)
+        return load_shape(_as_policy(config), vocab_size, field=FIELD)
 
 
 def _as_policy(config) -> Any:
@@ -183,7 +187,7 @@ def _as_policy(config) -> Any:
 
 def check_tokens(source: str, tokenizer: Tokenizer) -> None:
     """Raise ValueError in one line where a model's tokenizer has not all tokens of the policy's."""
-    theirs = HuggingFaceTokenizer(source, False, "distill.teacher").vocab
+    theirs = HuggingFaceTokenizer(source, False, FIELD).vocab
     for token, index in sorted(tokenizer.vocab.items(), key=lambda pair: pair[1]):
         if theirs.get(token) != index:
             there = {x: name for name, x in theirs.items()}.get(index)

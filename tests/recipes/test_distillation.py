@@ -18,6 +18,7 @@ from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.scoring import logprobs, with_model
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import init_policy_state
+from specrl_jax.compile import memory
 from specrl_jax.models import hf, transformer
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Transformer
@@ -205,15 +206,18 @@ def teacher(make_mesh, tmp_path_factory):
     return folder
 
 
-def test_the_teacher_has_the_policys_tokens(teacher, tmp_path):
+def test_the_teacher_has_the_policys_tokens(mesh, teacher, tmp_path):
     check_tokens(str(teacher), CharacterTokenizer("0123456789 <>;"))
     line = line_of(check_tokens, str(teacher), CharacterTokenizer("0123456798 <>;"))
     assert line == (
         f"distill.teacher must have the policy's tokens, got {str(teacher)!r}, whose token 10 is "
         "'8' where the policy's is '9'"
     )
-    line = line_of(check_tokens, str(tmp_path / "none" / "there" / "x"), CharacterTokenizer("01"))
+    missing = str(tmp_path / "none" / "there" / "x")
+    line = line_of(check_tokens, missing, CharacterTokenizer("01"))
     assert line.startswith("distill.teacher must be an existing directory or file")
+    # The plan of memory reads its shape first.
+    assert line_of(memory.check, small_config({"distill.teacher": missing}), MODEL, 32) == line
 
 
 @pytest.mark.parametrize(
