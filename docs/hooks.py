@@ -88,14 +88,16 @@ def fields_page() -> str:
     sections = schema().sections
     comments = schema().comments()
     core = [line for section in SECTIONS for line in _lines(section, comments)]
-    guests = [line for section in sections[len(SECTIONS) :] for line in _lines(section, comments)]
+    of_recipes = [
+        line for section in sections[len(SECTIONS) :] for line in _lines(section, comments)
+    ]
     intro = (
         "Every field of a run, with its default and what it means. `--config.FIELD=VALUE` sets one."
         " Defaults are the values of the preset `tiny`; *paper* is SPEC-RL's published run. The"
         " page is made by `python docs/hooks.py`."
     )
     parts = ["# Fields", intro, _code(core), "## Recipes", "Fields of `specrl_jax/recipes/`."]
-    return "\n\n".join([*parts, _code(guests)]) + "\n"
+    return "\n\n".join([*parts, _code(of_recipes)]) + "\n"
 
 
 def _lines(section, comments: dict[str, str]) -> list[str]:

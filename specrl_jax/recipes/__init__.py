@@ -80,12 +80,12 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
 def all_chosen(config: Any, slot: str) -> list[Any]:
     """Return all that the configuration asks for in a slot that several may take."""
-    return [guest for guest, _ in _asked(config, slot)]
+    return [recipe for recipe, _ in _asked(config, slot)]
 
 
 def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
     taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
-    return [(guest, field) for guest in taken if (field := guest.asked_by(config))]
+    return [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
 
 
 @functools.cache
