@@ -46,7 +46,7 @@ def main() -> None:
         with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
             config = flags.FLAGS.config
             runtime.start(config, given=cli.given_fields())
-            from specrl_jax.hooks import StandardHooks  # takes seconds
+            from specrl_jax.standard_hooks import StandardHooks  # takes seconds
             from specrl_jax.train import train
 
             workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from specrl_jax import recipes
+from specrl_jax import registry
 from specrl_jax.agents import settings as agents
 from specrl_jax.algorithms import settings as algorithms
 from specrl_jax.config.fields import Check, Values
@@ -51,7 +51,7 @@ ROOMS = (models, data, rewards, rollout, agents, algorithms, training)
 
 def _trained_group_size(config) -> int:
     """Return how many responses of a group are trained on."""
-    collector = recipes.chosen(config, "COLLECTOR", None)
+    collector = registry.chosen(config, "COLLECTOR", None)
     return collector.trained_group_size(config) if collector else config.rollout.group_size
 
 
@@ -81,8 +81,8 @@ def schema() -> Schema:
     chain = itertools.chain.from_iterable
     own = [room.RULES for room in ROOMS]
     return Schema(
-        sections=[*SECTIONS, *chain(recipes.declared("SECTIONS"))],
-        rules=[*RULES, *chain(own), *chain(recipes.declared("RULES"))],
-        effects=recipes.declared("EFFECTS"),
-        renamed=collections.ChainMap(*recipes.declared("RENAMED")),
+        sections=[*SECTIONS, *chain(registry.declared("SECTIONS"))],
+        rules=[*RULES, *chain(own), *chain(registry.declared("RULES"))],
+        effects=registry.declared("EFFECTS"),
+        renamed=collections.ChainMap(*registry.declared("RENAMED")),
     )

@@ -21,22 +21,24 @@ from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
 from specrl_jax.training.opening import OpenRun, opened
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.speed import speed_metrics
-from specrl_jax.training.state import RolloutState, Run, RunState
+from specrl_jax.training.state import RolloutState, RunState
 
 
 def step(run: Run, state: RunState, log: RunLog) -> None:
-    """Take a batch of responses and update on it; changes `state` and adds to `log`.
+    """Collect a batch of responses and update on it; changes `state` and adds to `log`.
 
-    Prompts → drafts → rollout → rewards → store until there is a batch, then batch → update → log.
+    `BatchSource.next` collects: `collect.collect` has prompts → drafts → rollout → rewards → store,
+    until there is a batch. `learn.update_policy` has advantages → updates.
     """
     state.step += 1
-    batch = state.source.next(run, state, log.record)
-    log.begin(batch.step, batch.epoch)
+    collected = state.batches.next(run, state, log.record)
+    log.begin(collected.step, collected.epoch)
     with log.clock.timed("time/update"):
-        metrics = update_policy(run, state, batch)
-    log.add(batch.metrics | metrics)  # an advantage knows better which groups have a signal
+        metrics = update_policy(run, state, collected)
+    log.add(collected.metrics | metrics)  # an advantage knows better which groups have a signal
 
 
 def loop(opening: OpenRun) -> None:
@@ -48,7 +50,7 @@ def loop(opening: OpenRun) -> None:
 
     def save(metric: float | None = None) -> None:
         """Save the step, unless its checkpoint is there."""
-        state.source.settle(log.record)
+        state.batches.settle(log.record)
         checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
 
     if state.step == 0:
@@ -86,12 +88,12 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     with log.clock.timed("time/eval"):
         weights = move(rollout_weights(run.model, state.policy(run.model)), run.rollout_mesh)
         noise = NoiseKey(state.rollout.key, state.step, Purpose.EVALUATE)
-        answered = state.source.call(
+        answered = state.batches.call(
             evaluate, run.eval_spec, weights, run.held_out, noise, run.responder
         )
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
     log.add({f"reward/eval/{name}": mean for name, mean in mean_by_function(answered).items()})
-    log.record_responses(answered, kind="eval")
+    log.record_evaluation(answered)
 
 
 def train(
@@ -105,8 +107,8 @@ def train(
 
     resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` begins
     with. stop: a request in whose `with` block this is called. hooks: what is done beside the
-    steps, see `specrl_jax.hooks`. Raises ValueError in one line where the configuration, the data
-    or `workdir` do not allow it, FloatingPointError where training diverges.
+    steps, see `specrl_jax.standard_hooks`. Raises ValueError in one line where the configuration,
+    the data or `workdir` do not allow it, FloatingPointError where training diverges.
     """
     with opened(config, workdir, resume_from, stop, hooks) as opening:
         if opening is None:
@@ -123,7 +125,7 @@ def time_widths(run: Run, state: RunState) -> None:
     speculation = state.rollout.speculation
     if speculation is not None and speculation.seconds is None:
         weights = state.rollout_weights(run)
-        speculation.seconds = state.source.call(_time_steps, run, state.rollout, weights)
+        speculation.seconds = state.batches.call(_time_steps, run, state.rollout, weights)
 
 
 def _time_steps(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:

@@ -13,7 +13,7 @@ from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
-from specrl_jax.training.collect import Collector, TrainBatch
+from specrl_jax.training.collect import Collected, Collector
 from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts
 
@@ -48,7 +48,7 @@ class Step:
     requests: Requests
     whole: RolloutResult  # of all rows that were requested
     groups: np.ndarray  # int [Q], those that are trained on
-    batch: TrainBatch
+    batch: Collected
     result: RolloutResult  # of the groups that are trained on
     before: Collector
     after: Collector
@@ -90,7 +90,7 @@ def one_step(state: RolloutState, weights, stored=None) -> Step:
     whole = generate(collector.run.rollout_spec, weights, requests)
     taken = collector.take(state, requests, whole)
     prompts, result = taken.select(requests.prompts)
-    batch = collector.batch(state, [_unrewarded(prompts, taken, result)])
+    batch = collector.finish_step(state, [_unrewarded(prompts, taken, result)])
     return Step(
         state.step, requests, whole, taken.groups, batch, result, before, copy.copy(collector)
     )

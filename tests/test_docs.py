@@ -15,9 +15,9 @@ from small_runs import ONE_DEVICE, ROOT, preset
 
 from specrl_jax.command_line import cli
 from specrl_jax.config import flatten
-from specrl_jax.process.workdir import may_change
 from specrl_jax.reports import sweep
 from specrl_jax.settings import schema
+from specrl_jax.training.workdir import may_change
 
 SCHEMA = schema()
 

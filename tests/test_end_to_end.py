@@ -11,9 +11,9 @@ import small_runs
 from small_runs import assert_same_run, files, launch, records, saved, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import checkpoint, runtime
 from specrl_jax.process.checkpoint import Checkpointer
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build

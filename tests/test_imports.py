@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 PURE = {
     "types", "algorithms/masked", "algorithms/corrections", "algorithms/losses",
     "algorithms/advantages", "algorithms/evidence", "algorithms/terms", "config/fields",
-    "config/spec", "recipes",
+    "config/spec", "registry",
 }  # fmt: skip
 # What of ours a module may import. A folder may import its own files.
 ALLOWED = {
@@ -30,7 +30,7 @@ ALLOWED = {
     "sharding": {"hosts"},
     "types": {"sharding"},
     "algorithms": {
-        "abstract", "config/fields", "config/spec", "hosts", "models", "packing", "recipes",
+        "abstract", "config/fields", "config/spec", "hosts", "models", "packing", "registry",
         "sharding", "types",
     },
     "algorithms/masked": PURE,
@@ -42,12 +42,12 @@ ALLOWED = {
     "config": set(),
     "data": {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
-        "recipes", "rewards/scorers", "text", "types",
+        "registry", "rewards/scorers", "text", "types",
     },
     "models": {"hosts", "inputs", "sharding"},
     "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},
     "process/hardware": set(),
-    "process/workdir": {
+    "training/workdir": {
         "config", "process/checkpoint", "reports", "rewards/failures", "settings", "telemetry",
     },
     "rewards": {"inputs", "sandbox", "types"},
@@ -55,14 +55,14 @@ ALLOWED = {
     "rollout/__init__": set(),
     "rollout/emitted": set(),
     "rollout/sampling": {"models", "sharding", "types"},
-    "rollout/one_pass": {"models", "rollout/sampling", "sharding", "types"},
-    "rollout/acceptance": {"recipes",
-        "models", "rollout/block", "rollout/one_pass", "rollout/sampling", "types",
+    "rollout/fused_sampling": {"models", "rollout/sampling", "sharding", "types"},
+    "rollout/acceptance": {"registry",
+        "models", "rollout/block", "rollout/fused_sampling", "rollout/sampling", "types",
     },
     "rollout/block": {"models", "rollout/sampling"},
     "rollout/rows": {"abstract", "models", "sharding", "types"},
     "rollout/drafts": {
-        "abstract", "config/spec", "recipes", "rollout/rows", "rollout/stop_strings", "sharding",
+        "abstract", "config/spec", "registry", "rollout/rows", "rollout/stop_strings", "sharding",
         "types",
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
@@ -71,7 +71,7 @@ ALLOWED = {
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/engine": {
         "abstract", "config/spec", "hosts", "models", "packing", "rollout/acceptance",
-        "rollout/block", "rollout/drafts", "rollout/emitted", "rollout/one_pass",
+        "rollout/block", "rollout/drafts", "rollout/emitted", "rollout/fused_sampling",
         "rollout/requests", "rollout/rows", "rollout/sampling", "rollout/stop_strings", "sharding",
         "types",
     },
@@ -82,7 +82,7 @@ ALLOWED = {
         "sharding", "telemetry/metrics", "text", "types",
     },
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
-    "telemetry": {"inputs", "recipes", "types"},
+    "telemetry": {"inputs", "registry", "types"},
     "evaluation": {
         "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
         "telemetry", "text", "types",
@@ -90,18 +90,18 @@ ALLOWED = {
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "text", "types"},
     "training/run_log": {
         "data/prompts", "hosts", "inputs", "process/runtime", "responses", "rewards/failures",
-        "telemetry", "training/batch", "training/state", "types",
+        "telemetry", "training/collected", "training/run", "types",
     },
-    "training/batch": {"responses", "types"},
-    "training/hooks": {"models/config", "training/run_log", "training/state"},
+    "training/collected": {"responses", "types"},
+    "training/hooks": {"models/config", "training/run", "training/run_log", "training/state"},
     "training/opening": {
         "config", "hosts", "models", "process", "telemetry", "training",
     },
     "train": {
         "hosts", "models", "process/stop", "responses", "rollout", "sharding", "training",
     },
-    "recipes/__init__": {"config"},
-    "settings": {"algorithms", "config", "recipes"},
+    "registry": {"config", "recipes"},
+    "settings": {"algorithms", "config", "registry"},
     "command_line": {"config", "inputs", "settings"},
 }  # fmt: skip
 # What a room declares of a configuration: kinds and conditions, and its own tables.
@@ -115,8 +115,8 @@ ALLOWED["training/settings"] |= {"telemetry/tracking"}
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "hooks", "responses", "settings", "training", "recipes", "agents", "compile", "benchmarks",
-    "reports",
+    "standard_hooks", "responses", "settings", "training", "recipes", "agents", "compile",
+    "benchmarks", "reports",
     "evaluation/eval_tasks", "evaluation/play",
 }  # fmt: skip
 
@@ -192,10 +192,9 @@ def test_no_module_imports_itself_through_others():
 
 
 def _room(file: str) -> str:
-    """The folder of a file. What a room declares of a configuration lies below the room; recipes
-    are plugged in, and `recipes` itself, which the core asks, names no file that it gathers."""
-    alone = file == "recipes/__init__" or file.endswith("/settings")
-    return file if alone else file.split("/")[0]
+    """The folder of a file. What a room declares of a configuration lies below the room. The
+    registry asks recipes by no name."""
+    return file if file.endswith("/settings") else file.split("/")[0]
 
 
 def test_no_room_imports_itself_through_others():
@@ -234,8 +233,6 @@ def test_a_breach_is_found(file, source, breaches):
 
 def test_no_module_names_a_recipe():
     sources = dict.fromkeys([*FILES, "recipes/guest"], "")
-    recipes = "from specrl_jax.recipes import"
-    assert violations(sources | {"training/build": f"{recipes} chosen"}) == []
-    for file in ("training/build", "hooks", "recipes/other"):
-        breaches = violations(sources | {file: f"{recipes} guest"})
+    for file in ("training/build", "standard_hooks", "recipes/other"):
+        breaches = violations(sources | {file: "from specrl_jax.recipes import guest"})
         assert breaches == [f"{file}:1: names a recipe"]

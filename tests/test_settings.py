@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specrl_jax import recipes, settings
+from specrl_jax import registry, settings
 from specrl_jax.config.fields import Section
 from specrl_jax.config.schema import Schema
 
@@ -31,7 +31,7 @@ def test_the_kinds_of_fields_find_no_module_by_its_name():
 
 @pytest.mark.parametrize("name", ["SECTIONS", "RULES"])
 def test_recipes_declare_tuples(name):
-    for declared in recipes.declared(name):
+    for declared in registry.declared(name):
         assert isinstance(declared, tuple)
         assert declared
 
@@ -39,7 +39,7 @@ def test_recipes_declare_tuples(name):
 def test_conditions_that_recipes_give_are_those_of_a_room():
     rows = Schema(settings.SECTIONS).fields.values()
     conditions = {when for row in rows for when in row.when}
-    assert {when for effects in recipes.declared("EFFECTS") for when in effects} <= conditions
+    assert {when for effects in registry.declared("EFFECTS") for when in effects} <= conditions
 
 
 def test_a_renamed_field_is_a_field_under_its_new_name_alone():

@@ -14,9 +14,9 @@ from small_models import random_params
 from small_runs import line_of, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.text.tokenizer import CharacterTokenizer
 from specrl_jax.training import opening

@@ -13,7 +13,7 @@ from jax import Array
 
 from specrl_jax.algorithms.evidence import Advantage, AdvantageConfig, Estimate, Evidence
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.types import Batch
 
 EPSILON = 1e-6  # ε, which is added to standard deviations

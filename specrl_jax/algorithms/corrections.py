@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.types import Batch
 
 # Log-ratios are bounded by ±20, where the gradient is 0. e^20 = 4.9e8 keeps products with

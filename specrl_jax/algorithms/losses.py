@@ -28,7 +28,7 @@ from specrl_jax.algorithms.corrections import (
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.terms import Term, TokenValues
 from specrl_jax.config.fields import Rules, no_rules
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.types import Batch
 
 

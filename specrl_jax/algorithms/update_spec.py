@@ -17,7 +17,7 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params, init_critic
-from specrl_jax.recipes import Table, all_chosen
+from specrl_jax.registry import Table, all_chosen
 from specrl_jax.sharding import axes, reshard, shards
 
 

@@ -30,8 +30,9 @@ from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
 from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 from specrl_jax.types import Prompts
 
 _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches

@@ -24,8 +24,8 @@ from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 _LONGEST_DRIFT = 16  # steps

@@ -22,8 +22,9 @@ from specrl_jax.benchmarks.rollout import Log, Report, Size, choose, seconds_of,
 from specrl_jax.compile import memory, programs
 from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 
 # What each case changes. All but the last two verify by a rule that decides by log-probs.
 CASES: dict[str, dict[str, Any]] = {

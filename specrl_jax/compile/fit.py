@@ -18,7 +18,7 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import shards
-from specrl_jax.training.state import Run
+from specrl_jax.training.run import Run
 
 _SPARE = 0.1  # share of the memory for what is not counted, and for gaps between arrays
 _COPIES = 2  # of a program's intermediate arrays that are in memory at once

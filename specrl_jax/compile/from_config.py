@@ -11,7 +11,7 @@ from specrl_jax.data.curriculum import count_steps
 from specrl_jax.models.load import load_shape
 from specrl_jax.text.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.training.build import policy_schedule, training_spec
-from specrl_jax.training.slots import frozen_of
+from specrl_jax.training.choices import frozen_of
 
 UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
 

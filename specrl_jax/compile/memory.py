@@ -27,7 +27,7 @@ from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
 from specrl_jax.sharding import shards
-from specrl_jax.training.slots import frozen_of
+from specrl_jax.training.choices import frozen_of
 
 _NAMED = 3  # arrays that an error names
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

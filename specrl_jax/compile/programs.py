@@ -50,8 +50,8 @@ from specrl_jax.rollout.rows import (
     scatter,
 )
 from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.training.choices import frozen_of
 from specrl_jax.training.description import critic_only_steps
-from specrl_jax.training.slots import frozen_of
 
 
 class Program(NamedTuple):

@@ -28,10 +28,10 @@ from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import move
 from specrl_jax.training.build import store_shape
+from specrl_jax.training.choices import batch_source_of, collector_of
 from specrl_jax.training.collect import Collector
 from specrl_jax.training.learn import abstract_batch
-from specrl_jax.training.slots import collector_of, source_of
-from specrl_jax.training.state import Run
+from specrl_jax.training.run import Run
 from specrl_jax.types import Batch, Drafts, Prompts
 
 
@@ -164,7 +164,7 @@ class AbstractRun:
         """Weights on a mesh of rollouts alone: the layers in use, and all of rollouts that wait."""
         if not self.apart:
             return ()
-        waiting = [self.training.weights] * source_of(self.config).most_ahead(self.config)
+        waiting = [self.training.weights] * batch_source_of(self.config).most_ahead(self.config)
         return self.weights["stacked"], waiting
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.data.prompts import EncodedDataset, digest, words
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.types import Prompts, StatePart
 
 

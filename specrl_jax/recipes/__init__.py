@@ -1,12 +1,13 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
-A file takes a slot of the run, COLLECTOR, ROLL_OUT, SOURCE, STAGE, TERM or FROZEN, by a class of
-that name. The class says which field of the configuration asks for it, "" where none does:
+A file takes a slot of the run by a class of its name: COLLECTOR, ROLL_OUT, BATCH_SOURCE, STAGE,
+TERM or FROZEN. The class says which field of the configuration asks for it, "" where none does:
 
     asked_by(config) -> str
 
 It adds choices to a table of the core, such as `ADVANTAGES`, by a dict of the table's name.
-`training.slots` fills the slots; docs/extending.md says what a class has besides. A file also has:
+`training.choices` fills the slots, and docs/extending.md says what a class has besides. A file also
+has:
 
     METRICS   {name: (what it is, unit)}
 
@@ -14,81 +15,6 @@ It adds choices to a table of the core, such as `ADVANTAGES`, by a dict of the t
     RULES     rules between fields
     EFFECTS   {condition of a room: condition under which fields have the same effect}
     RENAMED   {old name of a field: new name}
+
+`specrl_jax.registry` finds the files.
 """
-
-import collections
-import functools
-import importlib
-import pkgutil
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
-
-from specrl_jax.config import flatten
-
-
-class Table(collections.UserDict):
-    """Choices of a field by name: those of the core, then those that recipes add.
-
-    Recipes are imported when the table is first read.
-    """
-
-    def __init__(self, name: str, own: Mapping[str, Any]):
-        self._name = name
-        self._own = own
-
-    @functools.cached_property
-    def data(self) -> dict[str, Any]:
-        """Return the choices. Raises ValueError in one line where two have a name."""
-        choices = dict(self._own)
-        for module in _modules():
-            added = getattr(module, self._name, {})
-            if isinstance(added, Table):  # imported from the core
-                continue
-            for name, choice in added.items():
-                if name in choices:
-                    raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
-                choices[name] = choice
-        return choices
-
-    @property
-    def added(self) -> list[str]:
-        """Return the names that recipes have added."""
-        return [name for name in self.data if name not in self._own]
-
-
-def declared(name: str) -> list[Any]:
-    """Return what the files here have under a name."""
-    return [getattr(module, name) for module in _modules() if hasattr(module, name)]
-
-
-def chosen(config: Any, slot: str, default: Any) -> Any:
-    """Return what the configuration asks for in a slot, or `default` where it asks for nothing.
-
-    Raises ValueError in one line where it asks for two.
-    """
-    asked = _asked(config, slot)
-    if len(asked) > 1:
-        fields = dict(flatten(config))
-        (_, first), (_, second) = asked[:2]
-        raise ValueError(
-            f"{first} and {second} must not be set together, as each is the run's "
-            f"{slot.lower()}, got {fields[first]!r} and {fields[second]!r}; set one of them back"
-        )
-    return asked[0][0] if asked else default
-
-
-def all_chosen(config: Any, slot: str) -> list[Any]:
-    """Return all that the configuration asks for in a slot that several may take."""
-    return [recipe for recipe, _ in _asked(config, slot)]
-
-
-def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
-    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
-    return [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
-
-
-@functools.cache
-def _modules() -> list[ModuleType]:
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return [importlib.import_module(f"{__name__}.{name}") for name in names]

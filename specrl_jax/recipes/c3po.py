@@ -13,8 +13,8 @@ from specrl_jax.algorithms.losses import TOKEN_MEAN
 from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.sharding import put
+from specrl_jax.training.stage import Stage, Staged
 from specrl_jax.training.stages import mini_batches, row_rng
-from specrl_jax.training.state import Stage, Staged
 
 
 def cut_to_budget(

@@ -44,8 +44,8 @@ from specrl_jax.models.transformer import (
 )
 from specrl_jax.packing import Sequences
 from specrl_jax.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from specrl_jax.training.stage import Stage, Staged
 from specrl_jax.training.stages import pack_all
-from specrl_jax.training.state import Stage, Staged
 from specrl_jax.types import Batch, Rollout
 
 FIELD = "distill.teacher"

@@ -23,9 +23,10 @@ from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
 from specrl_jax.sharding import put
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import Collector
-from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 
@@ -137,8 +138,8 @@ class PartialRollout(Collector):
         self.trained_lens = self.held_lens[rows_of(finished, group_size)]
         return Taken(finished, dataclasses.replace(result, draft_lens=draft_lens))
 
-    def batch(self, state: RolloutState, done: list[Responses]) -> TrainBatch:
-        batch = super().batch(state, done)
+    def finish_step(self, state: RolloutState, done: list[Responses]) -> Collected:
+        batch = super().finish_step(state, done)
         total = int(np.sum(hosts.fetch(batch.rollout.lens)))
         metrics = {
             "rollout/tokens_resumed": int(self.held_lens.sum()),

@@ -23,9 +23,10 @@ from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble, rows_of, take, where_rows
 from specrl_jax.rollout.settings import GENERATIONS
 from specrl_jax.sharding import reshard, shards
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import Collector
-from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 
@@ -111,8 +112,8 @@ class RunningAhead(Collector):
         self.prompt_ids = _ids(requests.prompts.select(later))
         return Taken(now, result)
 
-    def batch(self, state: RolloutState, done: list[Responses]) -> TrainBatch:
-        batch = super().batch(state, done)
+    def finish_step(self, state: RolloutState, done: list[Responses]) -> Collected:
+        batch = super().finish_step(state, done)
         metrics = {"rollout/tokens_run_ahead": int(np.sum(hosts.fetch(self.begun.lens)))}
         lens = self.used_lens
         if DRAFT_SOURCES[self.run.config.rollout.draft].verifies_previous:  # see `drafts`

@@ -36,7 +36,7 @@ from specrl_jax.config.kinds import integer
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB, scores_at
 from specrl_jax.rollout.acceptance import AcceptanceRule
 from specrl_jax.rollout.emitted import LEAST_REST, outcomes
-from specrl_jax.training.state import Stage, Staged
+from specrl_jax.training.stage import Stage, Staged
 from specrl_jax.types import Batch, Rollout
 
 # Masks that look at whole rows.

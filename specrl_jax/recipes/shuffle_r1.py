@@ -10,9 +10,9 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.algorithms.advantages import choose_advantage
 from specrl_jax.config.fields import Check, Values
-from specrl_jax.training.slots import trained_group_size
+from specrl_jax.training.choices import trained_group_size
+from specrl_jax.training.stage import Stage, Staged
 from specrl_jax.training.stages import row_rng
-from specrl_jax.training.state import Stage, Staged
 
 
 def draw_pairs(advantages: np.ndarray, group_size: int, rng: np.random.Generator) -> np.ndarray:

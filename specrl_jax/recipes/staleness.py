@@ -27,11 +27,12 @@ from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.responses import Turns
-from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.batches import BatchSource, Record
 from specrl_jax.training.collect import collect
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
 from specrl_jax.training.settings import BESIDE_UPDATES
-from specrl_jax.training.source import BatchSource, Record
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 from specrl_jax.types import Rollout, StatePart
 
 
@@ -67,7 +68,7 @@ class RolloutsAhead(BatchSource, StatePart):
         config = run.config.rollout
         self._mesh = jax.sharding.get_mesh()
         self._find = stream.find
-        self._waiting: collections.deque[TrainBatch] = collections.deque()
+        self._waiting: collections.deque[Collected] = collections.deque()
         # (the last step whose update made the weights, what waits for the rollouts)
         self._under_way: collections.deque[tuple[int, Callable]] = collections.deque()
         self._executor: concurrent.futures.Executor | None = None  # None: rollouts take turns
@@ -83,7 +84,7 @@ class RolloutsAhead(BatchSource, StatePart):
     def ahead(self) -> int:
         return len(self._waiting) + len(self._under_way)
 
-    def next(self, run: Run, state: RunState, record: Record) -> TrainBatch:
+    def next(self, run: Run, state: RunState, record: Record) -> Collected:
         """Begin rollouts until N batches are ahead; return the oldest batch.
 
         Raises the error of its rollouts.
@@ -144,14 +145,14 @@ class RolloutsAhead(BatchSource, StatePart):
         self._waiting.extend(self._batch(values, x) for values, x in zip(host, arrays))
         return self
 
-    def _batch(self, values: Mapping[str, Any], rollout: Rollout) -> TrainBatch:
+    def _batch(self, values: Mapping[str, Any], rollout: Rollout) -> Collected:
         arrays = {name: np.array(x, np.float32) for name, x in values["by_function"].items()}
         turns = values["turns"] and Turns(
             np.array(values["turns"][0], np.float32),
             np.array(values["turns"][1], np.int32),
             np.array(values["turns"][2], "U4"),
         )
-        return TrainBatch(
+        return Collected(
             self._find(values["prompts"]),
             rollout,
             np.array(values["rewards"], np.float32),
@@ -162,12 +163,12 @@ class RolloutsAhead(BatchSource, StatePart):
         )
 
 
-SOURCE = RolloutsAhead
+BATCH_SOURCE = RolloutsAhead
 
 _SCALARS = ("metrics", "step", "epoch", "stale", "rejected_mass")
 
 
-def _on_host(batch: TrainBatch) -> dict[str, Any]:
+def _on_host(batch: Collected) -> dict[str, Any]:
     """Describe a batch but for its rollout, in values that JSON keeps."""
     scalars = {name: getattr(batch, name) for name in _SCALARS}
     return {

@@ -21,7 +21,7 @@ from specrl_jax.config.kinds import WEIGHT
 from specrl_jax.data.prompts import digest, encode_solutions
 from specrl_jax.data.settings import SOLUTIONS
 from specrl_jax.sharding import put
-from specrl_jax.training.state import Stage, Staged
+from specrl_jax.training.stage import Stage, Staged
 from specrl_jax.types import Batch
 
 

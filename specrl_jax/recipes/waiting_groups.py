@@ -28,9 +28,10 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import assemble
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import Collector
-from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts, Rollout
 
 KEPT = 0  # rollout number of rows kept from earlier steps; this step's rollouts are 1, 2, ...
@@ -132,7 +133,7 @@ class WaitingGroups(Collector):
         ended = responses.ended[: responses.num_rows].reshape(-1, responses.group_size)
         self.groups.add(ids, responses.group_rewards, ended)
 
-    def batch(self, state: RolloutState, done: Sequence[Responses]) -> TrainBatch:
+    def finish_step(self, state: RolloutState, done: Sequence[Responses]) -> Collected:
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         filler = done[0].prompts.examples[0].prompt_id
         groups, metrics = self.groups.take_batch(filler)
@@ -145,7 +146,7 @@ class WaitingGroups(Collector):
         self.groups.kept_rows = assemble(sources, self.groups.keep())
         prompts = state.stream.find([group.prompt_id for group in groups])
         metrics |= Stats.total([x.stats for x in done]).metrics()
-        return TrainBatch(
+        return Collected(
             prompts,
             rollout,
             rewards,

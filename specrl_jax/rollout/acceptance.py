@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.row_slices import count_leading, read_slots
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.rollout.block import Residual, verify_block
-from specrl_jax.rollout.one_pass import FusedDistributions
+from specrl_jax.rollout.fused_sampling import FusedDistributions
 from specrl_jax.rollout.sampling import TokenDistributions, logprobs_at
 from specrl_jax.types import Tokens
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.inputs import disk_error, json_object, one_line
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 

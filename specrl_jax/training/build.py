@@ -43,16 +43,18 @@ from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer
-from specrl_jax.training.description import describe, policy_updates, rate_jump
-from specrl_jax.training.slots import (
+from specrl_jax.training.choices import (
+    batch_source_of,
     collector_of,
     frozen_of,
     kept_logprobs,
     roll_out_of,
-    source_of,
     stages_of,
 )
-from specrl_jax.training.state import Frozen, Reference, RolloutState, Run, RunOrigin, RunState
+from specrl_jax.training.description import describe, policy_updates, rate_jump
+from specrl_jax.training.origin import Reference, RunOrigin
+from specrl_jax.training.run import Frozen, Run
+from specrl_jax.training.state import RolloutState, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
@@ -82,7 +84,7 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
     schedule = policy_schedule(config, total_steps)
     eos_ids = tuple(tokenizer.eos_ids)
     spec = training_spec(config, model, eos_ids, tokenizer.pad_id, responder.stop)
-    source = source_of(config)
+    source = batch_source_of(config)
     run = Run(
         config=config,
         dataset=dataset,
@@ -101,7 +103,7 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
         collector_type=collector_of(config),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
-        source_type=source,
+        batches_type=source,
         rollout_mesh=source.rollout_mesh(config),
         frozen=frozen,
     )
@@ -315,7 +317,7 @@ def _new_state(
     return RunState(
         policy_state=policy_state,
         rollout=rollout,
-        source=run.source_type(run, rollout.stream),
+        batches=run.batches_type(run, rollout.stream),
         origin=origin,
         reference=reference,
     )

@@ -15,9 +15,10 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.telemetry.metrics import Stopwatch
-from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.batch_metrics import make_train_batch
-from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.training.collect_metrics import collect_metrics, rejected_mass
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Drafts, Prompts, StatePart
 
 
@@ -102,11 +103,11 @@ class Collector(StatePart):
         """Give a rollout's rewards to what chooses the next prompts."""
         state.stream.observe(responses.prompts, responses.group_rewards)
 
-    def batch(self, state: RolloutState, done: Sequence[Responses]) -> TrainBatch:
+    def finish_step(self, state: RolloutState, done: Sequence[Responses]) -> Collected:
         """Return what the step trains on; keep what waits for another step."""
         (responses,) = done
         rewards = responses.rewards
-        return TrainBatch(
+        return Collected(
             responses.prompts,
             responses.rollout,
             rewards.rewards,
@@ -144,7 +145,7 @@ def next_requests(run: Run, state: RolloutState) -> tuple[Requests, Drafts]:
     return dataclasses.replace(requests, drafts=drafts, history=history), previous
 
 
-def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch, list[Responses]]:
+def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, list[Responses]]:
     """Roll out until there is a batch, all with the same copy of the weights; changes `state`."""
     clock = Stopwatch()
     spec = run.rollout_spec
@@ -158,4 +159,8 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[TrainBatch,
             taken = state.collector.take(state, requests, result)
         responses = run.responder.score(spec, requests.prompts, taken, clock)
         rollouts.append(state.observe(responses, requests, previous))
-    return make_train_batch(run, state, rollouts, clock.take()), rollouts
+    collected = state.collector.finish_step(state, rollouts)
+    mass = rejected_mass(run.rollout_spec.accept, rollouts)
+    collected = dataclasses.replace(collected, rejected_mass=mass)
+    metrics = collect_metrics(run, state, collected, rollouts) | clock.take()
+    return dataclasses.replace(collected, metrics=metrics), rollouts

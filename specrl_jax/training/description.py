@@ -9,8 +9,9 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.models import lora
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.training.slots import trained_group_size
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.choices import trained_group_size
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RunState
 
 
 def describe(run: Run) -> None:
@@ -19,7 +20,7 @@ def describe(run: Run) -> None:
     if run.model.lora:
         count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
     print(f"policy: {count}; mesh {dict(jax.sharding.get_mesh().shape)}")
-    if line := run.source_type.describe(run):
+    if line := run.batches_type.describe(run):
         print(line)
     held_out = sum(real for _, real in run.held_out)
     dropped = run.prompts.dropped

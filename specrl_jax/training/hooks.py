@@ -1,12 +1,13 @@
-"""Points of a run at which others may act. `specrl_jax.hooks` has those of launch/train.py."""
+"""Points of a run at which others may act. launch/train.py has `specrl_jax.standard_hooks`."""
 
 import contextlib
 from pathlib import Path
 from typing import Any
 
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 
 
 class Hooks:

@@ -14,11 +14,12 @@ from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.rollout.engine.all_rows import abstract_rollout
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.sharding import put
-from specrl_jax.training.batch import TrainBatch
+from specrl_jax.training.choices import stages_of, trained_group_size
+from specrl_jax.training.collected import Collected
 from specrl_jax.training.description import critic_only_steps
-from specrl_jax.training.slots import stages_of, trained_group_size
+from specrl_jax.training.run import Run
 from specrl_jax.training.stages import has_signal, mini_batches
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 from specrl_jax.training.update_metrics import (
     drop_skipped_updates,
     packing_metrics,
@@ -27,7 +28,7 @@ from specrl_jax.training.update_metrics import (
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 
-def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
+def update_policy(run: Run, state: RunState, collected: Collected) -> dict[str, float]:
     """Make the updates of a step; change `state.policy_state` and `state.skipped_in_row`.
 
     Returns metrics.
@@ -72,7 +73,7 @@ def _update_by_mini_batches(
 ) -> dict[str, float]:
     """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics.
 
-    stale: as in `TrainBatch`.
+    stale: as in `Collected`.
     """
     settings = run.config.updates
     critic_only = state.step <= critic_only_steps(run.config)

@@ -12,7 +12,14 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import only_process
 from specrl_jax.process.stop import StopRequest
-from specrl_jax.process.workdir import (
+from specrl_jax.telemetry.code_state import record_code
+from specrl_jax.telemetry.tracking import check_installed
+from specrl_jax.training.build import build, init_state, resume, try_reward
+from specrl_jax.training.hooks import Hooks
+from specrl_jax.training.run import Run
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import RunState
+from specrl_jax.training.workdir import (
     advise_how_to_resume,
     check_complete,
     check_paths,
@@ -21,12 +28,6 @@ from specrl_jax.process.workdir import (
     parse_origin,
     save_run_config,
 )
-from specrl_jax.telemetry.code_state import record_code
-from specrl_jax.telemetry.tracking import check_installed
-from specrl_jax.training.build import build, init_state, resume, try_reward
-from specrl_jax.training.hooks import Hooks
-from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,8 @@ def opened(
         log = stack.enter_context(RunLog(run, workdir))
         stack.enter_context(hooks.recording(run, log))
         stack.enter_context(advise_how_to_resume(checkpoints))
-        stack.enter_context(state.source)
-        log.restore(state.step if last else 0, ahead=state.source.ahead)
+        stack.enter_context(state.batches)
+        log.restore(state.step if last else 0, ahead=state.batches.ahead)
         yield OpenRun(run, state, checkpoints, log, stop, hooks)
 
 

@@ -16,8 +16,8 @@ from specrl_jax.responses import Responses
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import Recorded, RolloutRecords
-from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.state import Run
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
 from specrl_jax.types import Prompts, Source
 
 # Columns of a response's tokens that records hold, beside the ids.
@@ -94,25 +94,31 @@ class RunLog(contextlib.AbstractContextManager):
         self._metrics.write(self._step, self._epoch, values)
         return values
 
-    def record(self, batch: TrainBatch, rollouts: Sequence[Responses]) -> None:
-        """Begin the record of the batch's step: write a share of the responses of its rollouts and
-        all failures, and show some responses.
+    def record(self, batch: Collected, rollouts: Sequence[Responses]) -> None:
+        """Write a share of the responses of rollouts and all failures; show some responses.
+
+        They belong to the step that trains on the batch, which may come later.
 
         Raises ValueError as `FailureLog.record` does, in every process.
         """
-        self.begin(batch.step, batch.epoch)
-        self.record_responses(rollouts)
+        step = batch.step
+        self._write_responses(step, batch.epoch, rollouts, kind="step")
         every = self._print_every
-        if every and (self._step % every == 0 or self._step == 1):
-            self._show(rollouts[0])
-            self._metrics.send_rollouts(self._step)
+        if every and (step % every == 0 or step == 1):
+            self._show(step, rollouts[0])
+            self._metrics.send_rollouts(step)
         reasons = [reason for x in rollouts for reason in x.rewards.reasons]
         tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
         tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
-        self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
+        self._failures.record(step, reasons, tasks, lambda row: self._text(tokens[row]))
 
-    def record_responses(self, rollouts: Sequence[Responses], kind: str = "step") -> None:
-        """Write a share of the responses; kind: "step" or "eval"."""
+    def record_evaluation(self, answered: Sequence[Responses]) -> None:
+        """Write a share of the responses to held-out prompts."""
+        self._write_responses(self._step, self._epoch, answered, kind="eval")
+
+    def _write_responses(
+        self, step: int, epoch: int, rollouts: Sequence[Responses], *, kind: str
+    ) -> None:
         if not self._records.active:
             return
         parts = []
@@ -126,14 +132,14 @@ class RunLog(contextlib.AbstractContextManager):
         if self.writes:
             prompts = Prompts.concatenate(*(x.prompts for x in rollouts))
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-            self._records.write(self._step, self._epoch, prompts, joined, kind=kind)
+            self._records.write(step, epoch, prompts, joined, kind=kind)
 
-    def _show(self, responses: Responses) -> None:
+    def _show(self, step: int, responses: Responses) -> None:
         """Show the best and the worst response of the group whose rewards differ most."""
         prompts = responses.prompts
         group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
-        self.show(f"step {self._step}, a prompt: {_shown(prompt)}")
+        self.show(f"step {step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
         sources = hosts.fetch(responses.rollout.tokens.sources) if responses.turns else None
         for sample in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):

@@ -7,7 +7,8 @@ import jax
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import used_param_count
 from specrl_jax.process import chips
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RunState
 
 
 def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dict[str, float]:

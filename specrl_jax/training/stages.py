@@ -1,6 +1,6 @@
 """Stages between a step's rollouts and its updates.
 
-Each adds columns to the batch, or says which of its rows the updates take. `slots.stages_of` has
+Each adds columns to the batch, or says which of its rows the updates take. `choices.stages_of` has
 those of a configuration, in their order.
 """
 
@@ -26,8 +26,10 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.sharding import put
-from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.state import Run, RunState, Stage, Staged
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.state import RunState
 from specrl_jax.types import Batch, Rollout, Source
 
 # Sets the draws of rows apart from others of the same seed and step.
@@ -45,7 +47,7 @@ class SamplingMask(Stage):
     def shapes(config, rollout: Rollout, batch: Batch) -> Batch:
         return dataclasses.replace(batch, support=rollout.tokens.top_ids)
 
-    def __call__(self, run, state, batch: Batch, collected: TrainBatch) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected: Collected) -> Staged:
         tokens = collected.rollout.tokens
         support = _allowed(tokens.top_ids, tokens.top_logprobs)
         old = tokens.sampling_logprobs
@@ -70,7 +72,7 @@ class Advantages(Stage):
             return batch
         return dataclasses.replace(batch, values=batch.advantages, returns=batch.advantages)
 
-    def __call__(self, run: Run, state: RunState, batch: Batch, collected: TrainBatch) -> Staged:
+    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
         critic = has_critic(run.config.critic.kind)
         if critic:
             base_params = state.base_params(run.model)
@@ -92,7 +94,7 @@ class Advantages(Stage):
         return batch, None, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
-def gather_evidence(run: Run, batch: Batch, collected: TrainBatch) -> Evidence:
+def gather_evidence(run: Run, batch: Batch, collected: Collected) -> Evidence:
     """Return what the advantages of a batch are estimated from."""
     rewards = collected.rewards
     price = price_of_length(run.config, collected.rollout)
@@ -125,7 +127,7 @@ class WholeResponses(Stage):
     def asked_by(config) -> str:
         return "algorithm.mask.truncated" if config.algorithm.mask.truncated else ""
 
-    def __call__(self, run, state, batch: Batch, collected: TrainBatch) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected: Collected) -> Staged:
         kept = put(collected.ended, "batch")
         batch = dataclasses.replace(
             batch,
@@ -146,7 +148,7 @@ class ImportanceWeights(Stage):
     def shapes(config, rollout: Rollout, batch: Batch) -> Batch:
         return dataclasses.replace(batch, importance_weights=batch.advantages)
 
-    def __call__(self, run: Run, state, batch: Batch, collected: TrainBatch) -> Staged:
+    def __call__(self, run: Run, state, batch: Batch, collected: Collected) -> Staged:
         mass = np.float32(collected.rejected_mass)
         rule = run.rollout_spec.accept
         weights = off_policy.importance_weights(collected.rollout, mass, rule)
@@ -172,7 +174,7 @@ class Logprobs(Stage):
             ref_logprobs=column if config.algorithm.kl_coef else None,
         )
 
-    def __call__(self, run: Run, state: RunState, batch: Batch, collected: TrainBatch) -> Staged:
+    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
         packed = pack_all(run, batch)
         metrics = {}
         if OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed:

@@ -9,7 +9,8 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.scoring import PackedRows, held_slots
 from specrl_jax.config import flatten
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RunState
 from specrl_jax.types import Batch
 
 

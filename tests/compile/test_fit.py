@@ -9,9 +9,9 @@ import small_runs
 from specrl_jax.abstract import device_bytes
 from specrl_jax.compile import fit, memory, programs
 from specrl_jax.compile.from_config import abstract_run
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
 from specrl_jax.rollout.engine.shapes import RolloutShapes
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.train import train
 
 # Shapes as of the tests in test_memory: 3 prompt and 6 response slots, 16 tokens, 4 heads.

@@ -7,8 +7,8 @@ import pytest
 import small_runs
 
 from specrl_jax.compile import programs
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.process import runtime
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.train import train
 
 TWO_DIGITS = {"data.prompts": 60, "data.options.max_numbers": 2, "data.prompt_len": 6}

@@ -27,8 +27,8 @@ from small_runs import ROOT, assert_same_run, on_one_device, records, small_conf
 
 from specrl_jax import train as loop
 from specrl_jax.command_line import cli
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.checkpoint import Checkpointer
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.training import collect, opening
 

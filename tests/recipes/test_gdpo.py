@@ -72,13 +72,13 @@ def test_rewards_that_cancel_leave_no_advantage(scale):
 def test_rewards_of_a_sum_reach_the_advantage_apart(mesh, tmp_path, watched, monkeypatch):
     """Two functions and the price of length, each normalised in its group: by NumPy."""
     collected = []
-    make_train_batch = collect.make_train_batch
+    collect_metrics = collect.collect_metrics
 
-    def watch_batch(run, state, rollouts, seconds):
+    def watch_batch(run, state, batch, rollouts):
         collected.append(rollouts[0].rewards.by_function)
-        return make_train_batch(run, state, rollouts, seconds)
+        return collect_metrics(run, state, batch, rollouts)
 
-    monkeypatch.setattr(collect, "make_train_batch", watch_batch)
+    monkeypatch.setattr(collect, "collect_metrics", watch_batch)
     changes = SOME_SIGNAL | {
         "algorithm.advantage": "gdpo", "reward.name": "small_runs:score_first_letter*2+format",
         "reward.format": "[0-4].*", "reward.overlong_tokens": 4, "reward.overlong_penalty": 0.3,

@@ -13,7 +13,7 @@ import types
 import pytest
 from small_runs import ONE_DEVICE, ROOT, one_line, records, small_config
 
-from specrl_jax import recipes
+from specrl_jax import recipes, registry
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
@@ -22,26 +22,26 @@ def _guest(field: str, asked: bool):
     return types.SimpleNamespace(asked_by=lambda config: field if asked else "")
 
 
-def _modules(*guests, slot: str = "SOURCE"):
+def _modules(*guests, slot: str = "BATCH_SOURCE"):
     return lambda: [types.SimpleNamespace(**{slot: guest}) for guest in guests]
 
 
 def test_a_slot_has_what_is_asked_for(monkeypatch):
     off, on = _guest("rollout.partial", False), _guest("rollout.staleness", True)
     config = small_config()
-    monkeypatch.setattr(recipes, "_modules", _modules(off, on))
-    assert recipes.chosen(config, "SOURCE", default=None) is on
-    assert recipes.chosen(config, "COLLECTOR", default="whole") == "whole"  # nobody takes it
-    monkeypatch.setattr(recipes, "_modules", _modules(off))
-    assert recipes.chosen(config, "SOURCE", default="own") == "own"
+    monkeypatch.setattr(registry, "_modules", _modules(off, on))
+    assert registry.chosen(config, "BATCH_SOURCE", default=None) is on
+    assert registry.chosen(config, "COLLECTOR", default="whole") == "whole"  # nobody takes it
+    monkeypatch.setattr(registry, "_modules", _modules(off))
+    assert registry.chosen(config, "BATCH_SOURCE", default="own") == "own"
 
 
 def test_two_that_want_a_slot_are_refused(monkeypatch):
     guests = [_guest("rollout.partial", True), _guest("rollout.staleness", True)]
-    monkeypatch.setattr(recipes, "_modules", _modules(*guests))
+    monkeypatch.setattr(registry, "_modules", _modules(*guests))
     config = small_config({"rollout.partial": 2, "rollout.staleness": 1})
     with pytest.raises(ValueError, match="rollout") as error:
-        recipes.chosen(config, "SOURCE", default=None)
+        registry.chosen(config, "BATCH_SOURCE", default=None)
     assert one_line(error) == (
         "rollout.partial and rollout.staleness must not be set together, as each is the run's "
         "source, got 2 and 1; set one of them back"
@@ -50,22 +50,22 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
 
 def test_a_table_has_the_choices_of_recipes(monkeypatch):
     """What a recipe imports from the core is not its own; a name is used once."""
-    table = recipes.Table("SIDES", {"left": 1})
+    table = registry.Table("SIDES", {"left": 1})
     added = types.SimpleNamespace(SIDES={"right": 2})
-    monkeypatch.setattr(recipes, "_modules", lambda: [types.SimpleNamespace(SIDES=table), added])
+    monkeypatch.setattr(registry, "_modules", lambda: [types.SimpleNamespace(SIDES=table), added])
     assert list(table.items()) == [("left", 1), ("right", 2)]
     assert table.added == ["right"]
     table["up"] = 3  # as a user adds one
     assert table["up"] == 3
-    twice = recipes.Table("SIDES", {"right": 1})
+    twice = registry.Table("SIDES", {"right": 1})
     with pytest.raises(ValueError, match="SIDES must have each name once, got 'right' twice"):
         list(twice)
 
 
 def test_all_that_ask_for_a_slot_have_it(monkeypatch):
     guests = [_guest("updates.token_budget", on) for on in (True, False, True)]
-    monkeypatch.setattr(recipes, "_modules", _modules(*guests, slot="STAGE"))
-    assert recipes.all_chosen(small_config(), "STAGE") == [guests[0], guests[2]]
+    monkeypatch.setattr(registry, "_modules", _modules(*guests, slot="STAGE"))
+    assert registry.all_chosen(small_config(), "STAGE") == [guests[0], guests[2]]
 
 
 def test_each_recipe_has_a_row():

@@ -10,8 +10,8 @@ import pytest
 from small_runs import assert_same_run, one_line, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.process.stop import StopRequest
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.training import collect
 from specrl_jax.training.build import build, init_state
@@ -138,16 +138,16 @@ def test_rollouts_on_their_own_devices_are_the_same_run(run_ahead, tmp_path, mak
 
 def test_an_error_of_the_rollouts_thread_ends_the_run(tmp_path, make_mesh, monkeypatch):
     """In its own line, after the updates of the batches before it; and the thread ends."""
-    make_train_batch = collect.make_train_batch
+    collect_metrics = collect.collect_metrics
     names = []
 
-    def fail(run, state, rollouts, seconds):
+    def fail(run, state, batch, rollouts):
         names.append(threading.current_thread().name)
         if state.step == 5:
             raise ValueError("no batch")
-        return make_train_batch(run, state, rollouts, seconds)
+        return collect_metrics(run, state, batch, rollouts)
 
-    monkeypatch.setattr(collect, "make_train_batch", fail)
+    monkeypatch.setattr(collect, "collect_metrics", fail)
     changes = SMALL | {"rollout.staleness": 1, "mesh.rollout_devices": 1}
     with pytest.raises(ValueError, match="no batch") as error:
         _train(tmp_path / "run", make_mesh(1, 1, 1), changes)

@@ -8,8 +8,8 @@ from small_runs import assert_same_run, line_of, records, saved, small_config
 from specrl_jax import train as loop
 from specrl_jax.recipes.superrl import Solutions
 from specrl_jax.sharding import put
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.build import build
+from specrl_jax.training.collected import Collected
 from specrl_jax.types import Batch, Prompts
 
 
@@ -30,7 +30,7 @@ def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     rewards = np.zeros(24, np.float32)
     rewards[5] = 1
     rewards[9] = 0.5  # a part of an answer solves nothing
-    collected = TrainBatch(Prompts(None, None, None, examples), None, rewards, {}, 1, 1)
+    collected = Collected(Prompts(None, None, None, examples), None, rewards, {}, 1, 1)
     got, _, values = stage(run, None, on_mesh, collected)
     got = jax.tree.map(np.asarray, got)
     assert values == {"update/solutions": pytest.approx(1 / 3)}

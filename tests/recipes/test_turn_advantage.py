@@ -7,7 +7,7 @@ import numpy as np
 from advantage_cases import config, estimate
 
 from specrl_jax.recipes.turn_advantage import TurnConfig, turn_relative
-from specrl_jax.training.batch import Turns
+from specrl_jax.training.collected import Turns
 
 
 def test_advantages_of_turns_by_hand(make_mesh):

@@ -38,21 +38,20 @@ class Seen:
     """What a run rolled out, and what it trained on, step by step."""
 
     rollouts: list  # (step, Responses)
-    batches: list  # (TrainBatch, its log-probs), as `update` will free them
+    batches: list  # (Collected, its log-probs), as `update` will free them
 
 
 def watch(config, workdir) -> Seen:
     """Train, and note every rollout and batch on the way."""
-    seen, make_train_batch = Seen([], []), collect.make_train_batch
+    seen, collect_metrics = Seen([], []), collect.collect_metrics
 
-    def one_batch(run, state, rollouts, seconds):
+    def one_batch(run, state, batch, rollouts):
         seen.rollouts.extend((state.step, responses) for responses in rollouts)
-        batch = make_train_batch(run, state, rollouts, seconds)
         seen.batches.append((batch, jax.device_get(batch.rollout.tokens.policy_logprobs)))
-        return batch
+        return collect_metrics(run, state, batch, rollouts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "make_train_batch", one_batch)
+        patch.setattr(collect, "collect_metrics", one_batch)
         loop.train(config, workdir)
     return seen
 

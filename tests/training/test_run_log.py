@@ -12,7 +12,7 @@ from small_runs import small_config
 
 from specrl_jax import train as loop
 from specrl_jax.agents.episodes import Turns
-from specrl_jax.hooks import StandardHooks
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.training import run_log
 
 GUESS = {

@@ -3,7 +3,7 @@
 import pytest
 from small_runs import small_config
 
-from specrl_jax.training.slots import stages_of
+from specrl_jax.training.choices import stages_of
 
 EVERY = {
     "algorithm.kl_coef": 0.1, "algorithm.importance_cap": 2.0, "algorithm.mask.truncated": True,

@@ -12,7 +12,8 @@ from small_runs import line_of, one_line, small_config
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.training import build as building
 from specrl_jax.training.build import build, init_state, resume
-from specrl_jax.training.state import RunOrigin, RunState
+from specrl_jax.training.origin import RunOrigin
+from specrl_jax.training.state import RunState
 
 ALWAYS = {"stream", "store", "origin", "kept_noise", "collector"}
 ADAPTIVE = {"rollout.adaptive": True}

@@ -19,7 +19,7 @@ from jax import Array
 
 from specrl_jax import abstract
 from specrl_jax.config.spec import filled
-from specrl_jax.recipes import Table
+from specrl_jax.registry import Table
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
 from specrl_jax.rollout.rows import Rows

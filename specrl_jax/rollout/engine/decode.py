@@ -27,7 +27,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.one_pass import FusedDistributions, distributions
+from specrl_jax.rollout.fused_sampling import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.rollout.stop_strings import NOTHING

@@ -11,8 +11,9 @@ from specrl_jax.reports.report_page import FILE_NAME as REPORT
 from specrl_jax.reports.report_page import ReportWriter
 from specrl_jax.reports.runs import read_run, summarize
 from specrl_jax.training.hooks import Hooks
+from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.state import RunState
 
 
 class StandardHooks(Hooks):

@@ -1,6 +1,5 @@
-"""Batch of a step with the metrics of its rollouts."""
+"""Metrics of a step's rollouts."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.responses import Responses, mean_by_function
+from specrl_jax.rollout.acceptance import AcceptanceRule
 from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
@@ -16,19 +16,16 @@ from specrl_jax.telemetry.rollout_metrics import (
     rollout_metrics,
     turn_metrics,
 )
-from specrl_jax.training.batch import TrainBatch
-from specrl_jax.training.state import RolloutState, Run
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Source
 
 
-def make_train_batch(
-    run: Run, state: RolloutState, rollouts: Sequence[Responses], seconds: dict[str, float]
-) -> TrainBatch:
-    """Return what a step trains on, with the metrics of all its rollouts; seconds: of their clock.
-
-    What the rollouts leave for the next step goes into `state`.
-    """
-    batch = state.collector.batch(state, rollouts)
+def collect_metrics(
+    run: Run, state: RolloutState, batch: Collected, rollouts: Sequence[Responses]
+) -> dict[str, float]:
+    """Return the metrics of all rollouts of the step that has `batch`."""
     metrics = batch.metrics | _reward_metrics(run, batch, rollouts)
     metrics["data/prompts_seen"] = state.prompts_seen
     metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
@@ -56,15 +53,21 @@ def make_train_batch(
         metrics |= turn_metrics(
             _joined(x.turns.counts for x in rollouts), _joined(x.turns.roles for x in rollouts)
         )
-    rejected_mass = 0.0
     rule = run.rollout_spec.accept
     if not rule.samples_anew:
-        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
-        metrics |= off_policy.measure(batch.rollout, rejected_mass, rule)
-    return dataclasses.replace(batch, metrics=metrics | seconds, rejected_mass=rejected_mass)
+        metrics |= off_policy.measure(batch.rollout, batch.rejected_mass, rule)
+    return metrics
 
 
-def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
+def rejected_mass(rule: AcceptanceRule, rollouts: Sequence[Responses]) -> float:
+    """Estimate the rejected mass of rollouts under a rule; 0 where the rule has no bias."""
+    if rule.samples_anew:
+        return 0.0
+    prefix_lens = _joined(hosts.fetch(x.rollout.prefix_lens) for x in rollouts)
+    return off_policy.estimate_rejected_mass(prefix_lens, _joined(x.draft_lens for x in rollouts))
+
+
+def _reward_metrics(run: Run, batch: Collected, rollouts: Sequence[Responses]) -> dict[str, float]:
     rewards = _joined(x.rewards.rewards for x in rollouts)
     failed = _joined(x.rewards.failed for x in rollouts)
     metrics = reward_metrics(rewards, failed, run.rollout_spec.group_size)

@@ -9,7 +9,7 @@ from specrl_jax.types import Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainBatch:
+class Collected:
     """Q groups that a step trains on, G rows each."""
 
     prompts: Prompts

@@ -1,13 +1,14 @@
-"""Parts that fill the slots of the core: its own, or those of the recipe that is asked for."""
+"""Classes that the configuration chooses: the core's own, or a recipe's."""
 
 from collections.abc import Callable
 from typing import Any
 
-from specrl_jax import recipes
+from specrl_jax import registry
 from specrl_jax.responses import Responder
 from specrl_jax.rollout.generate import RolloutResult
+from specrl_jax.training.batches import BatchSource
 from specrl_jax.training.collect import Collector
-from specrl_jax.training.source import BatchSource
+from specrl_jax.training.stage import Stage
 from specrl_jax.training.stages import (
     Advantages,
     ImportanceWeights,
@@ -15,37 +16,36 @@ from specrl_jax.training.stages import (
     SamplingMask,
     WholeResponses,
 )
-from specrl_jax.training.state import Stage
 
 
 def collector_of(config) -> type[Collector]:
-    return recipes.chosen(config, "COLLECTOR", Collector)
+    return registry.chosen(config, "COLLECTOR", Collector)
 
 
 def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:
     """Return what rolls rows out in training, called as `Responder.roll_out` is."""
-    recipe = recipes.chosen(config, "ROLL_OUT", None)
+    recipe = registry.chosen(config, "ROLL_OUT", None)
     return recipe.from_config(config) if recipe else responder.roll_out
 
 
-def source_of(config) -> type[BatchSource]:
-    return recipes.chosen(config, "SOURCE", BatchSource)
+def batch_source_of(config) -> type[BatchSource]:
+    return registry.chosen(config, "BATCH_SOURCE", BatchSource)
 
 
 def frozen_of(config) -> Any:
     """Return what loads weights that are not trained: `load` and `shape`; None: there are none."""
-    return recipes.chosen(config, "FROZEN", None)
+    return registry.chosen(config, "FROZEN", None)
 
 
 def kept_logprobs(config) -> int:
     """Return how many of the likeliest tokens rollouts keep at every position for recipes."""
-    return max((x.kept_logprobs(config) for x in recipes.all_chosen(config, "TERM")), default=0)
+    return max((x.kept_logprobs(config) for x in registry.all_chosen(config, "TERM")), default=0)
 
 
 def stages_of(config) -> list[type[Stage]]:
     """Return the stages of a batch, in their order."""
     own = [SamplingMask, Advantages, WholeResponses, ImportanceWeights]
-    asked = recipes.all_chosen(config, "STAGE")
+    asked = registry.all_chosen(config, "STAGE")
     first = [stage for stage in asked if not stage.after_logprobs]
     last = [stage for stage in asked if stage.after_logprobs]
     own = [stage for stage in own if stage.asked_by(config)]

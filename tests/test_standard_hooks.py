@@ -7,8 +7,8 @@ import pytest
 from small_runs import assert_same_run, interrupt, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.hooks import StandardHooks
 from specrl_jax.reports import report_page
+from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.training.hooks import Hooks
 

@@ -13,7 +13,7 @@ from specrl_jax.models import head_gpu
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.head import KERNEL
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.one_pass import FusedDistributions, distributions
+from specrl_jax.rollout.fused_sampling import FusedDistributions, distributions
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 

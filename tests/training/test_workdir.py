@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from small_runs import one_line, small_config
 
-from specrl_jax.process.workdir import check_paths, check_run_config, save_run_config
+from specrl_jax.training.workdir import check_paths, check_run_config, save_run_config
 
 
 def test_a_folder_that_is_new_stays_absent(tmp_path):

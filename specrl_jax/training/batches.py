@@ -8,12 +8,13 @@ import jax
 
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.responses import Responses
-from specrl_jax.training.batch import TrainBatch
 from specrl_jax.training.collect import collect
-from specrl_jax.training.state import Run, RunState
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RunState
 
 # Records the responses of a batch's rollouts.
-Record = Callable[[TrainBatch, Sequence[Responses]], None]
+Record = Callable[[Collected, Sequence[Responses]], None]
 
 
 class BatchSource(contextlib.AbstractContextManager):
@@ -48,7 +49,7 @@ class BatchSource(contextlib.AbstractContextManager):
     def __init__(self, run: Run, stream: PromptStream):
         """Make the source of a new state, whose prompts are those of `stream`."""
 
-    def next(self, run: Run, state: RunState, record: Record) -> TrainBatch:
+    def next(self, run: Run, state: RunState, record: Record) -> Collected:
         """Return the batch of the step that begins, on the mesh in use."""
         batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
         record(batch, rollouts)

@@ -1,0 +1,99 @@
+"""Parts of the state that a run keeps from its beginning: its reference, and what it began with."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.data.prompts import digest
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.lora import adapted
+from specrl_jax.models.transformer import Params
+from specrl_jax.process.checkpoint import checksum
+from specrl_jax.training.run import Run, stage_digests
+from specrl_jax.types import StatePart
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference(StatePart):
+    """Policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
+
+    params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
+    saved: bool  # a warm-up trained it, so checkpoints hold it; else its source is read again
+    adapters: Params | None = None  # where the warm-up trained adapters of `params`
+
+    def policy(self, model: ModelConfig) -> Params:
+        return self.params if self.adapters is None else adapted(model, self.adapters, self.params)
+
+    def arrays(self) -> Params:
+        if self.adapters is not None:
+            return {"adapters": self.adapters}
+        # In float32, as the machine that resumes may compute in another type.
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
+
+    def host(self) -> dict[str, Any]:
+        return {"dtype": self.params["embed"].dtype.name}
+
+    def restore(self, host, arrays: Params) -> "Reference":
+        if self.adapters is not None:
+            return dataclasses.replace(self, **arrays)
+        if not self.saved:
+            return self
+        params = jax.tree.map(lambda x, own: x.astype(own.dtype), arrays, self.params)
+        return dataclasses.replace(self, params=params)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOrigin(StatePart):
+    """Model and data that a run began with; a resume refuses others."""
+
+    source: str  # of the config
+    shape: dict[str, Any]  # without what a machine chooses
+    weights: int  # their checksum, before a warm-up
+    data: dict[str, str]  # digests by name: of held-out prompts, and of what stages have read
+    is_reference: bool  # the reference is made from the source again
+
+    @classmethod
+    def of(cls, run: Run, params: Params, is_reference: bool) -> "RunOrigin":
+        """Describe the model of `params`, those that `build` gave."""
+        shape = json.loads(json.dumps(dataclasses.asdict(run.model), default=str))
+        for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
+            del shape[name]
+        ids = [prompts.ids[:real] for prompts, real in run.held_out]
+        tokens = [prompts.tokens[:real] for prompts, real in run.held_out]
+        held_out = {"held-out prompts": digest(*ids, *tokens)} if ids else {}
+        frozen = {"weights that are not trained": run.frozen.digest} if run.frozen else {}
+        return cls(
+            source=run.config.model.source,
+            shape=shape,
+            weights=checksum(params),
+            data=stage_digests(run.stages) | held_out | frozen,
+            is_reference=is_reference,
+        )
+
+    def host(self) -> dict[str, Any]:
+        return {"shape": self.shape, "weights": self.weights, "data": self.data}
+
+    def restore(self, host: dict[str, Any], arrays) -> "RunOrigin":
+        changed = [
+            f"{name} was {host['shape'][name]}, now {value}"
+            for name, value in self.shape.items()
+            if host["shape"][name] != value
+        ]
+        if self.is_reference and host["weights"] != self.weights:
+            changed.append("its weights, which the run still needs, have changed")
+        if changed:
+            raise ValueError(
+                f"model.source must be the model that the run began with, got {self.source!r}: "
+                f"{'; '.join(changed)}; put its files back, or begin a new run"
+            )
+        for what, now in self.data.items():
+            before = host["data"].get(what, now)
+            if before != now:
+                raise ValueError(
+                    f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "
+                    "back the data, the tokenizer or the chat template"
+                )
+        return dataclasses.replace(self, **host | {"data": self.data | host["data"]})

@@ -1,0 +1,50 @@
+"""Stage of a batch: what every stage between rollouts and updates has."""
+
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.data.prompts import EncodedDataset
+from specrl_jax.text.tokenizer import Tokenizer
+from specrl_jax.training.collected import Collected
+from specrl_jax.training.run import Run
+from specrl_jax.training.state import RunState
+from specrl_jax.types import Batch, Rollout
+
+# The batch, the ids of the rows that the updates take in order, int [B] (None: as they were), and
+# metrics.
+Staged = tuple[Batch, np.ndarray | None, dict[str, float]]
+
+
+class Stage:
+    """A stage, made once for a run. A recipe takes the slot `STAGE` by a subclass."""
+
+    # A recipe's stage comes after the log-probs of `Logprobs`; else before, so that none are
+    # computed of what it leaves out.
+    after_logprobs = False
+
+    @staticmethod
+    def asked_by(config: Any) -> str:
+        """Return the field of the configuration that asks for the stage; "" where none does."""
+        raise NotImplementedError
+
+    @staticmethod
+    def loss_count(config: Any) -> int:
+        """Return what the policy's loss is divided by; 0: the count of its aggregation."""
+        return 0
+
+    @staticmethod
+    def shapes(config: Any, rollout: Rollout, batch: Batch) -> Batch:
+        """Return the shapes of the batch after the stage; rollout, batch: shapes before it."""
+        return batch
+
+    def __init__(self, config: Any, prompts: EncodedDataset, tokenizer: Tokenizer):
+        """Make the stage; read what it needs beside rollouts."""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return digests, by name, of the data that it has read; a resume refuses others."""
+        return {}
+
+    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
+        raise NotImplementedError
