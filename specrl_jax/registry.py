@@ -1,18 +1,23 @@
 """What recipes add to the core: choices of its tables, and classes that take slots of a run.
 
-No recipe is named here: every file of `specrl_jax/recipes/` is asked.
+No recipe is named here: every file of `specrl_jax/recipes/` is asked, then the user's own modules.
 """
 
 import collections
 import functools
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from specrl_jax import recipes
 from specrl_jax.config import flatten
+
+_own: tuple[str, ...] = ()  # names of the user's modules, see `load`
+_tables: "list[Table]" = []
 
 
 class Table(collections.UserDict):
@@ -24,6 +29,7 @@ class Table(collections.UserDict):
     def __init__(self, name: str, own: Mapping[str, Any]):
         self._name = name
         self._own = own
+        _tables.append(self)
 
     @functools.cached_property
     def data(self) -> dict[str, Any]:
@@ -61,7 +67,8 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
         (_, first), (_, second) = asked[:2]
         raise ValueError(
             f"{first} and {second} must not be set together, as each is the run's "
-            f"{slot.lower().replace('_', ' ')}, got {fields[first]!r} and {fields[second]!r}; set one of them back"
+            f"{slot.lower().replace('_', ' ')}, got {fields[first]!r} and {fields[second]!r}; "
+            "set one of them back"
         )
     return asked[0][0] if asked else default
 
@@ -76,7 +83,38 @@ def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
     return [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
 
 
+def load(names: str) -> None:
+    """Add recipes of the user's own: modules, with commas between, as the field `recipes` has them.
+
+    What was read before is read again. Raises ValueError in one line where one cannot be imported.
+    """
+    global _own
+    new = [name for name in names.replace(" ", "").split(",") if name and name not in _own]
+    if not new:
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in new:
+        try:
+            importlib.import_module(name)
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(
+                f"recipes must name modules in this directory or installed ones, got {name!r}: "
+                f"{error}"
+            ) from error
+    _own = (*_own, *new)
+    _modules.cache_clear()
+    for table in _tables:
+        vars(table).pop("data", None)
+
+
+def loaded() -> tuple[str, ...]:
+    """Return the names of the user's own recipes."""
+    return _own
+
+
 @functools.cache
 def _modules() -> list[ModuleType]:
     names = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-    return [importlib.import_module(f"{recipes.__name__}.{name}") for name in names]
+    published = [importlib.import_module(f"{recipes.__name__}.{name}") for name in names]
+    return published + [importlib.import_module(name) for name in _own]

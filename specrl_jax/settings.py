@@ -75,9 +75,13 @@ def _batches(config: Values) -> Iterator[Check]:
 RULES = (_batches,)
 
 
-@functools.cache
 def schema() -> Schema:
     """Return the fields and rules of all rooms and recipes."""
+    return _schema(registry.loaded())
+
+
+@functools.cache
+def _schema(own_recipes: tuple[str, ...]) -> Schema:
     chain = itertools.chain.from_iterable
     own = [room.RULES for room in ROOMS]
     return Schema(

@@ -44,8 +44,10 @@ ALLOWED = {
         "agents/environments", "agents/textarena_games", "agents/verifiers_tasks", "inputs",
         "registry", "rewards/scorers", "text", "types",
     },
-    "models": {"hosts", "inputs", "sharding"},
-    "process": {"command_line", "config", "hosts", "inputs", "settings", "sharding"},
+    "models": {"hosts", "inputs", "registry", "sharding"},
+    "process": {
+        "command_line", "config", "hosts", "inputs", "registry", "settings", "sharding",
+    },
     "process/hardware": set(),
     "training/workdir": {
         "config", "process/checkpoint", "reports", "rewards/failures", "settings", "telemetry",
@@ -84,8 +86,8 @@ ALLOWED = {
     "agents/turns": {"abstract", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"inputs", "registry", "types"},
     "evaluation": {
-        "config", "data", "inputs", "models", "process", "rollout", "settings", "sharding",
-        "telemetry", "text", "types",
+        "config", "data", "inputs", "models", "process", "registry", "rollout", "settings",
+        "sharding", "telemetry", "text", "types",
     },
     "training/warmup": {"algorithms", "data", "hosts", "models", "sharding", "text", "types"},
     "training/run_log": {
@@ -102,7 +104,7 @@ ALLOWED = {
     },
     "registry": {"config", "recipes"},
     "settings": {"algorithms", "config", "registry"},
-    "command_line": {"config", "inputs", "settings"},
+    "command_line": {"config", "inputs", "registry", "settings"},
 }  # fmt: skip
 # What a room declares of a configuration: kinds and conditions, and its own tables.
 ROOMS = ("agents", "algorithms", "data", "models", "rewards", "rollout", "training")

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 
+from specrl_jax import registry
 from specrl_jax.command_line import saved_run
 from specrl_jax.config.kinds import is_integer
 from specrl_jax.inputs import user_path
@@ -24,6 +25,7 @@ def prepare(argv: Sequence[str], resumes: bool = False) -> list[str]:
     resumes: --workdir=RUN without --config is the run in RUN. Raises ValueError in one line.
     """
     named = _with_resumed(_joined(argv)) if resumes else _joined(argv)
+    registry.load(_value(named, "--config.recipes"))  # they may have fields that follow
     return [_prepared(argument) for argument in named]
 
 

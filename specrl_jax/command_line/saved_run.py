@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from specrl_jax import registry
 from specrl_jax.config import flatten
 from specrl_jax.config.schema import ORIGIN
 from specrl_jax.inputs import read_json
@@ -15,6 +16,7 @@ def get_config(path: str) -> ConfigDict:
     values = read_json(Path(path))
     values.pop(ORIGIN, None)
     config = ConfigDict(values)
+    registry.load(values.get("recipes", ""))
     schema().check_version(dict(flatten(config)), path)
     return config
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from specrl_jax import registry
 from specrl_jax.config import flatten
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.inputs import one_line, read_json, resolve_source
@@ -154,6 +155,7 @@ def run_config(workdir: Path) -> ConfigDict:
     values = read_json(path)
     values.pop("resume_from", None)  # what the run began with is no field
     config = ConfigDict(values)
+    registry.load(values.get("recipes", ""))
     schema().check_version(dict(flatten(config)), str(path))
     return config
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specrl_jax.registry import Table
+
 LOCAL = "sliding_attention"  # in `layer_types`: the layer sees a window alone
 GLOBAL = "full_attention"
 
@@ -143,7 +145,7 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 
-FAMILIES = {
+OWN_FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         max_positions=2048,
@@ -320,3 +322,5 @@ FAMILIES = {
         gguf_layers_of_27b=62,
     ),
 }
+
+FAMILIES: dict[str, Family] = Table("FAMILIES", OWN_FAMILIES)

@@ -7,7 +7,7 @@ import jax
 
 from specrl_jax.models import hf
 from specrl_jax.models.config import IdRanges, Lora, ModelConfig
-from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.families import FAMILIES, OWN_FAMILIES
 from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.parameters import ADAPTED, LAYER, select
@@ -19,7 +19,7 @@ def _gemma3(embed_dim: int, mlp_dim: int, num_layers: int) -> ModelConfig:
     """Return the shape of one of the smaller models of Gemma 3, which share the rest."""
     return ModelConfig(
         262_144, embed_dim, mlp_dim, num_layers, 4, 1, 256, rope_theta=1e6, family="gemma3_text",
-        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}, num_layers),
+        **OWN_FAMILIES["gemma3_text"].switches({"sliding_window": 512}, num_layers),
     )  # fmt: skip
 
 

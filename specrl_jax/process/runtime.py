@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from specrl_jax import hosts
+from specrl_jax import hosts, registry
 from specrl_jax.process import hardware
 from specrl_jax.settings import schema
 from specrl_jax.sharding import make_mesh, rollout_mesh
@@ -23,6 +23,7 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
     given: fields that the user has set, each of which must have an effect. training: whether the
     batches of training must fit the mesh. devices: of the mesh, by default those at hand.
     """
+    registry.load(config.recipes)
     schema().validate(config, given)
     use_compilation_cache()
     compile_metrics()  # counts from here on

@@ -287,8 +287,8 @@ class MetricsLog(contextlib.AbstractContextManager):
             )
         if unknown := sorted(values.keys() - set(self._names)):
             raise ValueError(
-                f"metric must be a name in METRICS, got {unknown[0]!r}: define it in "
-                "telemetry.metrics.METRICS"
+                f"metric must be a name in METRICS, got {unknown[0]!r}: add it to "
+                "METRICS of telemetry/metrics.py, or of the recipe that measures it"
             )
         scalars = {name: _scalar(name, values[name]) for name in self._names if name in values}
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specrl_jax import __version__
+from specrl_jax.registry import Table
 from specrl_jax.telemetry.code_state import git_state
 from specrl_jax.telemetry.records import read_rollouts, read_some_rollouts
 
@@ -165,7 +166,9 @@ class TensorBoard(Tracker):
 
 
 # `log.tracker`. The only place where a tracker's name is written.
-TRACKERS: dict[str, type[Tracker]] = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
+TRACKERS: dict[str, type[Tracker]] = Table(
+    "TRACKERS", {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
+)
 
 
 def check_installed(name: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from specrl_jax.config.fields import NEW_RUN, RESUMED, Check, Section, Shards, Values, When, field
-from specrl_jax.config.kinds import GREEDY_OR_WARM, SHARE, SWITCH, WEIGHT, choice, integer
+from specrl_jax.config.kinds import GREEDY_OR_WARM, SHARE, SWITCH, TEXT, WEIGHT, choice, integer
 
 
 def _trackers():
@@ -23,6 +23,7 @@ BESIDE_UPDATES = When("", lambda c: False)
 # fmt: off
 RUN = Section("", "", (
     field("seed", 0, "of weights, data order, warm-up and all sampling", integer()),
+    field("recipes", "", "modules of your own that extend a run, with commas between", TEXT),
 ))
 
 TRAIN = Section("train", "", (
