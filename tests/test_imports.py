@@ -36,7 +36,7 @@ ALLOWED = {
     "algorithms/masked": PURE,
     "algorithms/corrections": PURE,
     "algorithms/losses": PURE,
-    "algorithms/terms": PURE,
+    "algorithms/terms": PURE | {"models/config", "models/transformer"},
     "algorithms/advantages": PURE,
     "algorithms/evidence": {"config/fields", "config/spec", "types"},
     "config": set(),

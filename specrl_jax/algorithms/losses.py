@@ -26,7 +26,7 @@ from specrl_jax.algorithms.corrections import (
     find_masked,
 )
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.algorithms.terms import LossTerm, TokenValues
 from specrl_jax.config.fields import Rules, no_rules
 from specrl_jax.registry import Table
 from specrl_jax.types import Batch
@@ -47,7 +47,7 @@ class LossConfig:
     entropy_coef: float = 0.0  # η, weight of the entropy
     importance_cap: float = math.inf  # of the batch's importance weights, where it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
-    terms: tuple[Term, ...] = ()  # added to the objective
+    terms: tuple[LossTerm, ...] = ()  # added to the objective
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
     group_size: int = 1  # G, responses of a group
     max_response_len: int  # tokens, >= 1
@@ -349,7 +349,7 @@ def policy_loss(
     own_metrics = {}
     for term, own in zip(config.terms, read, strict=True):
         more, metrics = term.per_token(values._replace(read=own), config)
-        added[term.survives_masks] += more
+        added[term.ignores_masks] += more
         own_metrics |= metrics
     if config.terms:
         per_token = per_token + added[False]

@@ -1,4 +1,4 @@
-"""Terms of the policy's loss that recipes add to the objective.
+"""Terms of the policy's loss that recipes add to the objective, and weights that they read.
 
 A term reads columns of `Batch.extra`, which a stage puts there, and may read the logits of each
 token. Rows that share a packed slot share what was before it, and what `read` gives.
@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 from jax import Array
 
 from specrl_jax.algorithms.corrections import Policies
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Params
 from specrl_jax.types import Batch
 
 
@@ -23,18 +25,18 @@ class TokenValues(NamedTuple):
     advantages: Array
     weights: Array | None  # importance weights after the cap; None: all are 1
     batch: Batch
-    read: Any  # what `Term.read` gave, [n, R, ...]; it carries the gradient
+    read: Any  # what `LossTerm.read` gave, [n, R, ...]; it carries the gradient
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
-    """A term of the policy's loss; hashable. Slot `TERM` of recipes."""
+class LossTerm:
+    """A term of the policy's loss; hashable. Slot `LOSS_TERM` of recipes."""
 
     # It is added where a mask leaves the token's objective out, too.
-    survives_masks: ClassVar[bool] = False
-    # Rows without an advantage have a gradient by it.
-    teaches_all_rows: ClassVar[bool] = False
-    # Names of `Batch.extra`, int32 [B, R, k], that `slot_inputs` gets for each packed slot.
+    ignores_masks: ClassVar[bool] = False
+    # Without an advantage a row has no gradient by it, so the updates may leave the row out.
+    needs_advantage: ClassVar[bool] = False
+    # Names of `Batch.extra`, int32 [B, R, k], that `token_inputs` gets for each packed slot.
     by_slot: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
@@ -43,7 +45,7 @@ class Term:
         return ""
 
     @classmethod
-    def from_config(cls, config: Any, frozen: Any) -> "Term":
+    def from_config(cls, config: Any, frozen: Any) -> "LossTerm":
         """Return the term of a configuration. frozen: shape of the weights of `Run.frozen`."""
         return cls()
 
@@ -52,7 +54,7 @@ class Term:
         """Return how many of the sampler's likeliest tokens rollouts keep at every position."""
         return 0
 
-    def slot_inputs(self, frozen: Any, sequences: Any, columns: Mapping[str, Array]) -> Any:
+    def token_inputs(self, frozen: Any, sequences: Any, columns: Mapping[str, Array]) -> Any:
         """Return what `read` gets beside the logits, a pytree of arrays [m, T, ...].
 
         frozen: weights of `Run.frozen`. sequences: packed, [m, T]. columns: those of `by_slot`,
@@ -74,3 +76,30 @@ class Term:
         config: `LossConfig`.
         """
         raise NotImplementedError
+
+
+class FrozenModel:
+    """Weights that are never trained, for terms of the loss. Slot `FROZEN` of recipes."""
+
+    @staticmethod
+    def asked_by(config: Any) -> str:
+        """Return the field of the configuration that asks for them; a recipe's own says which."""
+        return ""
+
+    @staticmethod
+    def load(config: Any, tokenizer: Any) -> tuple[ModelConfig, Params]:
+        """Return the shape and float32 weights; tokenizer: the policy's.
+
+        Raises ValueError in one line where they cannot be read.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def shape(config: Any, vocab_size: int) -> ModelConfig:
+        """Return the shape alone, which plans need before any weights are read."""
+        raise NotImplementedError
+
+    @staticmethod
+    def scores_tokens(config: Any) -> bool:
+        """Return whether a stage scores the batch's tokens with them, a program to compile."""
+        return False

@@ -29,7 +29,7 @@ from specrl_jax.algorithms.scoring import (
     slot_logprobs,
     slot_support,
 )
-from specrl_jax.algorithms.terms import Term
+from specrl_jax.algorithms.terms import LossTerm
 from specrl_jax.algorithms.update_spec import Module, PolicyState, UpdateSpec
 from specrl_jax.models.experts import balance_loss
 from specrl_jax.models.lora import adapted
@@ -223,7 +223,7 @@ def _gradients(
 
 
 def _term_inputs(
-    terms: tuple[Term, ...],
+    terms: tuple[LossTerm, ...],
     batch: Batch,
     frozen: Params | None,
     sequences: Sequences,
@@ -234,6 +234,6 @@ def _term_inputs(
     shared = []
     for term in terms:
         columns = {x: slot_support(batch.extra[x], nodes_nR, sequences) for x in term.by_slot}
-        by_slot.append(term.slot_inputs(frozen, sequences, columns))
+        by_slot.append(term.token_inputs(frozen, sequences, columns))
         shared.append(term.shared(frozen))
     return jax.lax.stop_gradient((tuple(by_slot), tuple(shared)))

@@ -196,7 +196,7 @@ def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
         LossConfig,
         config.algorithm,
         masks=masks_from(config.algorithm.mask),
-        terms=tuple(term.from_config(config, frozen) for term in all_chosen(config, "TERM")),
+        terms=tuple(term.from_config(config, frozen) for term in all_chosen(config, "LOSS_TERM")),
         old_logprobs=config.updates.old_logprobs,
         group_size=config.rollout.group_size,
         max_response_len=config.rollout.response_len,

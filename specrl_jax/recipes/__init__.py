@@ -1,7 +1,7 @@
 """Published systems, one file each. Nothing else names a file here: without it, its system is gone.
 
 A file takes a slot of the run by a class of its name: COLLECTOR, ROLL_OUT, BATCH_SOURCE, STAGE,
-TERM or FROZEN. The class says which field of the configuration asks for it, "" where none does:
+LOSS_TERM or FROZEN. The class says which field of the configuration asks for it, or "":
 
     asked_by(config) -> str
 

@@ -13,7 +13,7 @@ from specrl_jax.algorithms.losses import TOKEN_MEAN
 from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.sharding import put
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.training.stages import mini_batches, row_rng
 
 
@@ -49,7 +49,7 @@ class TokenBudget(Stage):
     def loss_count(config) -> int:
         return config.updates.token_budget
 
-    def __call__(self, run, state, batch, collected) -> Staged:
+    def __call__(self, run, state, batch, collected) -> StageResult:
         budget = run.config.updates.token_budget
         rng = row_rng(run, state)
         response_lens, mask = hosts.fetch((batch.response_lens, batch.mask))
@@ -63,7 +63,7 @@ class TokenBudget(Stage):
             "update/selected_fraction": np.mean(lens > 0),
             "update/budget_filled": np.mean(tokens) / budget,
         }
-        return batch, None, metrics
+        return StageResult(batch, metrics=metrics)
 
 
 STAGE = TokenBudget

@@ -29,7 +29,7 @@ from jax import Array
 
 from specrl_jax.algorithms.losses import LossConfig, k3, kl_penalty
 from specrl_jax.algorithms.scoring import hidden_states, logprobs, with_model
-from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.algorithms.terms import FrozenModel, LossTerm, TokenValues
 from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, field
 from specrl_jax.config.kinds import FINITE, TEXT, WEIGHT, choice
 from specrl_jax.models.config import ModelConfig
@@ -44,7 +44,7 @@ from specrl_jax.models.transformer import (
 )
 from specrl_jax.packing import Sequences
 from specrl_jax.text.tokenizer import HuggingFaceTokenizer, Tokenizer
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.training.stages import pack_all
 from specrl_jax.types import Batch, Rollout
 
@@ -75,14 +75,12 @@ def score_kl(logprobs: Array, teacher_logprobs: Array, log_ratio: Array) -> Arra
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherKl(Term):
+class TeacherKl(LossTerm):
     """Distance to the teacher, times a coefficient."""
 
     coef: float
     teacher: ModelConfig
     temperature: float
-
-    teaches_all_rows = True
 
 
 class FullKl(TeacherKl):
@@ -90,7 +88,7 @@ class FullKl(TeacherKl):
 
     scores_tokens = False  # the stage has to
 
-    def slot_inputs(self, frozen: Params, sequences: Sequences, columns: Mapping) -> Array:
+    def token_inputs(self, frozen: Params, sequences: Sequences, columns: Mapping) -> Array:
         """Return the teacher's states before each token, [m, T, D]."""
         states = hidden_states(Transformer(self.teacher, frozen), sequences)
         return gather_tokens(states, sequences.parents)
@@ -135,7 +133,7 @@ def _as_wide(logits: Array, size: int) -> Array:
 ESTIMATORS = {"full": FullKl, "score": ScoreKl}
 
 
-class Distillation(Term):
+class Distillation(LossTerm):
     """Makes the term that `distill.estimator` names."""
 
     @staticmethod
@@ -143,7 +141,7 @@ class Distillation(Term):
         return "distill.teacher" if config.distill.teacher else ""
 
     @staticmethod
-    def from_config(config, frozen: ModelConfig) -> Term:
+    def from_config(config, frozen: ModelConfig) -> LossTerm:
         estimator = ESTIMATORS[config.distill.estimator]
         return estimator(config.distill.coef, frozen, config.rollout.temperature)
 
@@ -151,7 +149,7 @@ class Distillation(Term):
 # The teacher --------------------------------------------------------------------------------------
 
 
-class Teacher:
+class Teacher(FrozenModel):
     """Weights that `distill.teacher` names, read as those of `model.source` are."""
 
     @staticmethod
@@ -211,7 +209,7 @@ class Scores(Stage):
         columns = {"teacher_logprobs": batch.old_logprobs}
         return dataclasses.replace(batch, extra=batch.extra | columns)
 
-    def __call__(self, run, state, batch: Batch, collected) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected) -> StageResult:
         weight = run.config.distill.reward_weight
         if weight != 1:
             batch = dataclasses.replace(batch, advantages=weight * batch.advantages)
@@ -220,11 +218,11 @@ class Scores(Stage):
             scored = logprobs(spec, run.frozen.params, pack_all(run, batch))
             columns = {"teacher_logprobs": scored}
             batch = dataclasses.replace(batch, extra=batch.extra | columns)
-        return batch, None, {}
+        return StageResult(batch)
 
 
 FROZEN = Teacher
-TERM = Distillation
+LOSS_TERM = Distillation
 STAGE = Scores
 METRICS = {"policy/teacher_kl": ("KL of the policy to the teacher per token", "nats")}
 TAUGHT = When("distill.teacher", lambda c: c.distill.teacher, "MODEL")

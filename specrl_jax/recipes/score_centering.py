@@ -30,13 +30,13 @@ from jax import Array
 
 from specrl_jax.algorithms.corrections import MASKS, OLD_LOGPROBS, Policies, exp_bounded
 from specrl_jax.algorithms.losses import OBJECTIVES, LossConfig
-from specrl_jax.algorithms.terms import Term, TokenValues
+from specrl_jax.algorithms.terms import LossTerm, TokenValues
 from specrl_jax.config.fields import Check, Section, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB, scores_at
 from specrl_jax.rollout.acceptance import AcceptanceRule
 from specrl_jax.rollout.emitted import LEAST_REST, outcomes
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.types import Batch, Rollout
 
 # Masks that look at whole rows.
@@ -77,12 +77,13 @@ def match_ids(own: Array, ids: Array, values: Array) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Centering(Term):
+class Centering(LossTerm):
     """Term A·C of the loss."""
 
     truncated: bool  # p is among the sampler's tokens, which H then holds
 
-    survives_masks = True
+    ignores_masks = True
+    needs_advantage = True
     by_slot = ("top_ids",)
 
     @staticmethod
@@ -97,7 +98,7 @@ class Centering(Term):
     def kept_logprobs(config) -> int:
         return config.score_centering.top_k
 
-    def slot_inputs(self, frozen, sequences, columns) -> Array:
+    def token_inputs(self, frozen, sequences, columns) -> Array:
         return columns["top_ids"]
 
     def read(self, logits: Array, inputs: Array, shared) -> tuple[Array, Array]:
@@ -201,14 +202,15 @@ class Law(Stage):
                 columns["accepted_weights"] = tokens.accepted_probs
         return dataclasses.replace(batch, extra=batch.extra | columns)
 
-    def __call__(self, run, state, batch: Batch, collected) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected) -> StageResult:
         columns = _columns(
             collected.rollout,
             np.float32(collected.rejected_mass),
             run.rollout_spec.accept,
             weigh=run.config.algorithm.importance_cap > 0,
         )
-        return dataclasses.replace(batch, extra=batch.extra | columns), None, {}
+        batch = dataclasses.replace(batch, extra=batch.extra | columns)
+        return StageResult(batch)
 
 
 @functools.partial(jax.jit, static_argnames="weigh")
@@ -232,7 +234,7 @@ def _columns(
     return columns
 
 
-TERM = Centering
+LOSS_TERM = Centering
 STAGE = Law
 METRICS = {
     "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1")

@@ -11,7 +11,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.advantages import choose_advantage
 from specrl_jax.config.fields import Check, Values
 from specrl_jax.training.choices import trained_group_size
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.training.stages import row_rng
 
 
@@ -50,12 +50,12 @@ class OuterPairs(Stage):
     def asked_by(config) -> str:
         return "updates.select" if config.updates.select == "outer_pairs" else ""
 
-    def __call__(self, run, state, batch, collected) -> Staged:
+    def __call__(self, run, state, batch, collected) -> StageResult:
         # All tokens of a response have the same advantage, and the first is the policy's.
         advantages = hosts.fetch(batch.advantages)[:, 0]
         row_ids = draw_pairs(advantages, run.trained_group_size, row_rng(run, state))
         taken = len(np.unique(row_ids)) / len(row_ids)
-        return batch, row_ids, {"update/selected_fraction": taken}
+        return StageResult(batch, row_ids, {"update/selected_fraction": taken})
 
 
 STAGE = OuterPairs

@@ -21,7 +21,7 @@ from specrl_jax.config.kinds import WEIGHT
 from specrl_jax.data.prompts import digest, encode_solutions
 from specrl_jax.data.settings import SOLUTIONS
 from specrl_jax.sharding import put
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.types import Batch
 
 
@@ -57,7 +57,7 @@ class Solutions(Stage):
     def digests(self) -> dict[str, str]:
         return {"solutions": digest(*self.solutions.values())}
 
-    def __call__(self, run, state, batch, collected) -> Staged:
+    def __call__(self, run, state, batch, collected) -> StageResult:
         group_size = run.trained_group_size
         tokens = np.zeros(batch.old_logprobs.shape, np.int32)
         lens = np.zeros(len(tokens), np.int32)
@@ -71,7 +71,9 @@ class Solutions(Stage):
         batch = _replace_rows(
             batch, put(tokens, "batch", None), put(lens, "batch"), put(weights, "batch")
         )
-        return batch, None, {"update/solutions": np.count_nonzero(lens) / len(unsolved)}
+        return StageResult(
+            batch, metrics={"update/solutions": np.count_nonzero(lens) / len(unsolved)}
+        )
 
 
 @jax.jit

@@ -39,7 +39,9 @@ def frozen_of(config) -> Any:
 
 def kept_logprobs(config) -> int:
     """Return how many of the likeliest tokens rollouts keep at every position for recipes."""
-    return max((x.kept_logprobs(config) for x in registry.all_chosen(config, "TERM")), default=0)
+    return max(
+        (x.kept_logprobs(config) for x in registry.all_chosen(config, "LOSS_TERM")), default=0
+    )
 
 
 def stages_of(config) -> list[type[Stage]]:

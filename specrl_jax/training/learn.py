@@ -18,6 +18,7 @@ from specrl_jax.training.choices import stages_of, trained_group_size
 from specrl_jax.training.collected import Collected
 from specrl_jax.training.description import critic_only_steps
 from specrl_jax.training.run import Run
+from specrl_jax.training.stage import StageResult
 from specrl_jax.training.stages import has_signal, mini_batches
 from specrl_jax.training.state import RunState
 from specrl_jax.training.update_metrics import (
@@ -35,14 +36,34 @@ def update_policy(run: Run, state: RunState, collected: Collected) -> dict[str, 
     """
     _count_tokens(state, collected.rollout)
     batch = make_batch(collected.prompts, collected.rollout)
-    row_ids = np.arange(len(batch.tokens))
-    metrics = {}
-    for stage in run.stages:
-        batch, chosen, more = stage(run, state, batch, collected)
-        row_ids = row_ids if chosen is None else chosen
-        metrics |= more
+    batch, row_ids, metrics = pass_stages(run, state, batch, collected)
     made = _update_by_mini_batches(run, state, batch, row_ids, stale=collected.stale)
     return {name: float(value) for name, value in (made | metrics).items()}
+
+
+def pass_stages(run: Run, state: RunState, batch: Batch, collected: Collected) -> StageResult:
+    """Return the batch after all stages, with the rows of its updates and all metrics.
+
+    Raises ValueError in one line where two stages order the rows, or one gives not as many as B.
+    """
+    metrics = {}
+    ordered = None
+    row_ids = np.arange(len(batch.tokens))
+    for stage in run.stages:
+        result = stage(run, state, batch, collected)
+        batch = result.batch
+        metrics |= result.metrics
+        if result.row_ids is None:
+            continue
+        if ordered is not None or len(result.row_ids) != len(row_ids):
+            by = " and ".join(type(x).__name__ for x in (ordered, stage) if x)
+            raise ValueError(
+                f"row_ids must be {len(row_ids)} ids of one stage, got {len(result.row_ids)} of "
+                f"{by}; set response_lens to 0 to leave a row out"
+            )
+        ordered = stage
+        row_ids = result.row_ids
+    return StageResult(batch, row_ids, metrics)
 
 
 def abstract_batch(config, spec: RolloutSpec) -> Batch:
@@ -117,7 +138,7 @@ def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[P
     included = row_tokens.response_lens > 0
     # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
     penalized = algorithm.kl_coef and OBJECTIVES[algorithm.objective].by_token
-    by_term = any(term.teaches_all_rows for term in run.update_spec.loss.terms)
+    by_term = any(not term.needs_advantage for term in run.update_spec.loss.terms)
     all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic or by_term
     if run.config.updates.skip_no_signal and not all_rows_teach:
         included = has_signal(batch)

@@ -1,6 +1,8 @@
 """Stage of a batch: what every stage between rollouts and updates has."""
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +13,15 @@ from specrl_jax.training.run import Run
 from specrl_jax.training.state import RunState
 from specrl_jax.types import Batch, Rollout
 
-# The batch, the ids of the rows that the updates take in order, int [B] (None: as they were), and
-# metrics.
-Staged = tuple[Batch, np.ndarray | None, dict[str, float]]
+
+class StageResult(NamedTuple):
+    """What a stage leaves. A row whose `response_lens` is 0 is left out of the updates."""
+
+    batch: Batch
+    # int [B], rows in the order in which the updates take them; some may come twice, others not
+    # at all. None: the order stays.
+    row_ids: np.ndarray | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class Stage:
@@ -46,5 +54,8 @@ class Stage:
         """Return digests, by name, of the data that it has read; a resume refuses others."""
         return {}
 
-    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
+    def __call__(
+        self, run: Run, state: RunState, batch: Batch, collected: Collected
+    ) -> StageResult:
+        """Return the batch that the next stage gets; collected: what the rollouts left."""
         raise NotImplementedError

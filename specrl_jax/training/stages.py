@@ -28,7 +28,7 @@ from specrl_jax.algorithms.scoring import (
 from specrl_jax.sharding import put
 from specrl_jax.training.collected import Collected
 from specrl_jax.training.run import Run
-from specrl_jax.training.stage import Stage, Staged
+from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.training.state import RunState
 from specrl_jax.types import Batch, Rollout, Source
 
@@ -47,11 +47,12 @@ class SamplingMask(Stage):
     def shapes(config, rollout: Rollout, batch: Batch) -> Batch:
         return dataclasses.replace(batch, support=rollout.tokens.top_ids)
 
-    def __call__(self, run, state, batch: Batch, collected: Collected) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected: Collected) -> StageResult:
         tokens = collected.rollout.tokens
         support = _allowed(tokens.top_ids, tokens.top_logprobs)
         old = tokens.sampling_logprobs
-        return dataclasses.replace(batch, old_logprobs=old, support=support), None, {}
+        batch = dataclasses.replace(batch, old_logprobs=old, support=support)
+        return StageResult(batch)
 
 
 @jax.jit
@@ -72,7 +73,9 @@ class Advantages(Stage):
             return batch
         return dataclasses.replace(batch, values=batch.advantages, returns=batch.advantages)
 
-    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
+    def __call__(
+        self, run: Run, state: RunState, batch: Batch, collected: Collected
+    ) -> StageResult:
         critic = has_critic(run.config.critic.kind)
         if critic:
             base_params = state.base_params(run.model)
@@ -91,7 +94,9 @@ class Advantages(Stage):
         if not (run.collector_type.keeps_signal(run.config) or critic):
             by_group = has_signal(batch).reshape(-1, run.trained_group_size).any(axis=1)
             metrics["reward/no_signal"] = float(np.mean(~by_group))
-        return batch, None, {name: x for name, x in metrics.items() if not math.isnan(x)}
+        return StageResult(
+            batch, metrics={name: x for name, x in metrics.items() if not math.isnan(x)}
+        )
 
 
 def gather_evidence(run: Run, batch: Batch, collected: Collected) -> Evidence:
@@ -127,14 +132,14 @@ class WholeResponses(Stage):
     def asked_by(config) -> str:
         return "algorithm.mask.truncated" if config.algorithm.mask.truncated else ""
 
-    def __call__(self, run, state, batch: Batch, collected: Collected) -> Staged:
+    def __call__(self, run, state, batch: Batch, collected: Collected) -> StageResult:
         kept = put(collected.ended, "batch")
         batch = dataclasses.replace(
             batch,
             response_lens=jnp.where(kept, batch.response_lens, 0),
             advantages=jnp.where(kept[:, None], batch.advantages, 0),
         )
-        return batch, None, {}
+        return StageResult(batch)
 
 
 class ImportanceWeights(Stage):
@@ -148,11 +153,12 @@ class ImportanceWeights(Stage):
     def shapes(config, rollout: Rollout, batch: Batch) -> Batch:
         return dataclasses.replace(batch, importance_weights=batch.advantages)
 
-    def __call__(self, run: Run, state, batch: Batch, collected: Collected) -> Staged:
+    def __call__(self, run: Run, state, batch: Batch, collected: Collected) -> StageResult:
         mass = np.float32(collected.rejected_mass)
         rule = run.rollout_spec.accept
         weights = off_policy.importance_weights(collected.rollout, mass, rule)
-        return dataclasses.replace(batch, importance_weights=weights), None, {}
+        batch = dataclasses.replace(batch, importance_weights=weights)
+        return StageResult(batch)
 
 
 class Logprobs(Stage):
@@ -174,7 +180,9 @@ class Logprobs(Stage):
             ref_logprobs=column if config.algorithm.kl_coef else None,
         )
 
-    def __call__(self, run: Run, state: RunState, batch: Batch, collected: Collected) -> Staged:
+    def __call__(
+        self, run: Run, state: RunState, batch: Batch, collected: Collected
+    ) -> StageResult:
         packed = pack_all(run, batch)
         metrics = {}
         if OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed:
@@ -186,7 +194,7 @@ class Logprobs(Stage):
             policy = state.reference.policy(run.model)
             reference = logprobs(run.update_spec, policy, packed, batch.support)
             batch = dataclasses.replace(batch, ref_logprobs=reference)
-        return batch, None, metrics
+        return StageResult(batch, metrics=metrics)
 
 
 # Tools of stages ----------------------------------------------------------------------------------
