@@ -36,9 +36,9 @@ class Evidence:
     Arrays on the host are whole in every process.
     """
 
-    rewards: Array  # float32 [B], split along B, less the price of length
+    rewards: Array  # float32 [B], split along B, less the penalty of length
     batch: Batch  # its advantages are 0; `values` are those of a critic, where there is one
-    price: np.ndarray | None = None  # float32 [B], of length; on the host; None: it is off
+    length_penalty: np.ndarray | None = None  # float32 [B], on the host; None: it is off
     # float32 [B], on the host, of each function of a sum, before its weight; {} where groups wait
     by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     turns: Any = None  # `responses.Turns` of episodes, on the host; None where groups wait

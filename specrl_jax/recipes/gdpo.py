@@ -19,7 +19,7 @@ CANCELLED = 1e-4
 @dataclasses.dataclass(frozen=True)
 class DecoupledConfig(AdvantageConfig):
     names: tuple[str, ...] = ()  # of the functions of the sum
-    weights: tuple[float, ...] = ()  # of K rewards; the price of length, if any, is the last
+    weights: tuple[float, ...] = ()  # of K rewards; the penalty of length, if any, is the last
 
     @classmethod
     def of(cls, config, group_size: int) -> "DecoupledConfig":
@@ -56,8 +56,8 @@ def group_decoupled(rewards: Array, config: DecoupledConfig) -> Array:
 def estimate(evidence: Evidence, config: DecoupledConfig) -> Estimate:
     """Estimate by `group_decoupled`, the same for all tokens of a response."""
     columns = [evidence.by_function[name] for name in config.names]
-    if evidence.price is not None:
-        columns.append(evidence.price)
+    if evidence.length_penalty is not None:
+        columns.append(evidence.length_penalty)
     rewards = put(np.stack(columns, axis=1).astype(np.float32), "batch", None)
     return for_all_tokens(group_decoupled(whole(rewards), config), evidence.batch)
 

@@ -60,12 +60,12 @@ def turn_relative(rewards: Array, turn_ends: Array, config: TurnConfig) -> Array
 
 
 def estimate(evidence: Evidence, config: TurnConfig) -> Estimate:
-    """Estimate by `turn_relative`; the last turn pays the price of the response's length."""
+    """Estimate by `turn_relative`; the last turn pays the penalty of the response's length."""
     turns = evidence.turns
     rewards = turns.rewards
-    if evidence.price is not None:
+    if evidence.length_penalty is not None:
         last = np.arange(rewards.shape[1]) == turns.counts[:, None] - 1
-        rewards = (rewards - np.where(last, evidence.price[:, None], 0)).astype(np.float32)
+        rewards = (rewards - np.where(last, evidence.length_penalty[:, None], 0)).astype(np.float32)
     rewards = put(rewards, "batch", None)
     return _by_token(rewards, put(turns.ends, "batch", None), evidence.batch, config)
 

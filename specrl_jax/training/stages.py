@@ -88,8 +88,8 @@ class Advantages(Stage):
         estimate = advantage.estimate(evidence, settings)
         batch = dataclasses.replace(batch, advantages=estimate.advantages, returns=estimate.returns)
         metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
-        if evidence.price is not None:
-            metrics["reward/overlong"] = float(np.mean(evidence.price))
+        if evidence.length_penalty is not None:
+            metrics["reward/overlong"] = float(np.mean(evidence.length_penalty))
         # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
         if not (run.collector_type.keeps_signal(run.config) or critic):
             by_group = has_signal(batch).reshape(-1, run.trained_group_size).any(axis=1)
@@ -102,19 +102,19 @@ class Advantages(Stage):
 def gather_evidence(run: Run, batch: Batch, collected: Collected) -> Evidence:
     """Return what the advantages of a batch are estimated from."""
     rewards = collected.rewards
-    price = price_of_length(run.config, collected.rollout)
-    if price is not None:
-        rewards = (rewards - price).astype(np.float32)
+    penalty = length_penalty(run.config, collected.rollout)
+    if penalty is not None:
+        rewards = (rewards - penalty).astype(np.float32)
     return Evidence(
         rewards=put(rewards, "batch"),
         batch=batch,
-        price=price,
+        length_penalty=penalty,
         by_function=collected.by_function,
         turns=collected.turns,
     )
 
 
-def price_of_length(config, rollout: Rollout) -> np.ndarray | None:
+def length_penalty(config, rollout: Rollout) -> np.ndarray | None:
     """Return what each response's length costs, float32 [B]; None where it is free."""
     settings = config.reward
     if not settings.overlong_tokens:

@@ -56,9 +56,11 @@ def test_advantages_of_turns_by_loops():
 
 
 def test_the_last_turn_pays_for_the_length(mesh):
-    """Two episodes of two turns and of one; without the price their advantages are 0."""
+    """Two episodes of two turns and of one; without the penalty their advantages are 0."""
     turns = Turns(np.zeros((2, 2), np.float32), np.array([[1, 3], [3, 0]]), np.full((2, 2), ""))
     settings = config(2, kind=TurnConfig)
-    price = np.array([0.5, 0.0], np.float32)
-    estimated = estimate("turn", -price, None, np.ones((2, 3)), settings, turns=turns, price=price)
+    penalty = np.array([0.5, 0.0], np.float32)
+    estimated = estimate(
+        "turn", -penalty, None, np.ones((2, 3)), settings, turns=turns, length_penalty=penalty
+    )
     np.testing.assert_array_equal(estimated.advantages, [[-0.25, 0, 0], [0.25, 0.25, 0.25]])

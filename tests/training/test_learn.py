@@ -14,7 +14,7 @@ from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.training import collect, learn
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.collected import Collected
-from specrl_jax.training.stages import price_of_length
+from specrl_jax.training.stages import length_penalty
 from specrl_jax.types import Prompts, Source
 
 
@@ -85,7 +85,7 @@ def test_no_token_of_an_environment_costs_reward_for_its_length():
     run = types.SimpleNamespace(config=config)
     prompts = Prompts(None, None, None, ())
     collected = Collected(prompts, rollout, np.ones(3, np.float32), {}, 1, 1)
-    price = price_of_length(run.config, collected.rollout)
+    price = length_penalty(run.config, collected.rollout)
     np.testing.assert_array_equal(price, [1, 0, 0])
 
 
