@@ -83,20 +83,33 @@ def presets_page() -> str:
 
 def fields_page() -> str:
     """Return docs/fields.md: every field in a line, those of recipes after the others."""
+    from specrl_jax import registry
     from specrl_jax.settings import SECTIONS, schema
 
-    sections = schema().sections
     comments = schema().comments()
     core = [line for section in SECTIONS for line in _lines(section, comments)]
-    of_recipes = [
-        line for section in sections[len(SECTIONS) :] for line in _lines(section, comments)
-    ]
+    of_recipes: list[str] = []
+    for recipe in registry.modules():
+        title = inspect.cleandoc(recipe.__doc__).split(".\n")[0].split("\n\n")[0]
+        title = " ".join(title.split()).rstrip(".")
+        of_recipes += ["", f"# {recipe.__name__.rpartition('.')[2]}.py: {title}"]
+        for section in getattr(recipe, "SECTIONS", ()):
+            of_recipes += [x for x in _lines(section, comments) if x and not x.startswith("#")]
+        if of_recipes[-1].startswith("#"):
+            del of_recipes[-2:]  # it has no fields
     intro = (
         "Every field of a run, with its default and what it means. `--config.FIELD=VALUE` sets one."
-        " Defaults are the values of the preset `tiny`; *paper* is SPEC-RL's published run. The"
-        " page is made by `python docs/hooks.py`."
+        " Defaults are the values of the preset `tiny`; *paper* is SPEC-RL's published run. In"
+        " brackets: bounds, and a value of another field that gives this one an effect. The page is"
+        " made by `python docs/hooks.py`."
     )
-    parts = ["# Fields", intro, _code(core), "## Recipes", "Fields of `specrl_jax/recipes/`."]
+    parts = [
+        "# Fields",
+        intro,
+        _code(core),
+        "## Recipes",
+        "Fields of `specrl_jax/recipes/`, by file.",
+    ]
     return "\n\n".join([*parts, _code(of_recipes)]) + "\n"
 
 
@@ -104,7 +117,25 @@ def _lines(section, comments: dict[str, str]) -> list[str]:
     title = f"# {section.path}: {section.comment}" if section.comment else f"# {section.path}"
     head = ["", title] if section.path else []
     rows = section.paths().items()
-    return [*head, *(f"{name} = {row.default!r}  # {comments[name]}" for name, row in rows)]
+    return [
+        *head,
+        *(f"{name} = {row.default!r}  # {comments[name]}{_limits(name)}" for name, row in rows),
+    ]
+
+
+def _limits(path: str) -> str:
+    """Say in brackets the bounds of a field, and what would give it an effect by default."""
+    from specrl_jax.settings import schema
+
+    row = schema().fields.get(path)
+    if row is None:  # an option of the task
+        return ""
+    rules = [] if row.kind.choices() else [rule.partition(" (")[0] for rule, _ in row.kind.rules]
+    said = [x for x in rules if re.match(r"in |<= \d{1,5}$|0 |1 or", x) and "1e+06" not in x]
+    defaults = schema().defaults()
+    off = [when for when in row.when if when.field and not schema().holds(when, defaults)]
+    said += [f"with {when.field}={schema().remedy(defaults, when)}" for when in off]
+    return f" [{'; '.join(said)}]" * bool(said)
 
 
 def _code(lines: list[str]) -> str:

@@ -35,7 +35,7 @@ class Table(collections.UserDict):
     def data(self) -> dict[str, Any]:
         """Return the choices. Raises ValueError in one line where two have a name."""
         choices = dict(self._own)
-        for module in _modules():
+        for module in modules():
             added = getattr(module, self._name, {})
             if isinstance(added, Table):  # imported from the core
                 continue
@@ -53,7 +53,7 @@ class Table(collections.UserDict):
 
 def declared(name: str) -> list[Any]:
     """Return what the recipes have under a name."""
-    return [getattr(module, name) for module in _modules() if hasattr(module, name)]
+    return [getattr(module, name) for module in modules() if hasattr(module, name)]
 
 
 def chosen(config: Any, slot: str, default: Any) -> Any:
@@ -79,7 +79,7 @@ def all_chosen(config: Any, slot: str) -> list[Any]:
 
 
 def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
-    taken = [getattr(module, slot) for module in _modules() if hasattr(module, slot)]
+    taken = [getattr(module, slot) for module in modules() if hasattr(module, slot)]
     return [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
 
 
@@ -103,7 +103,7 @@ def load(names: str) -> None:
                 f"{error}"
             ) from error
     _own = (*_own, *new)
-    _modules.cache_clear()
+    modules.cache_clear()
     for table in _tables:
         vars(table).pop("data", None)
 
@@ -114,7 +114,8 @@ def loaded() -> tuple[str, ...]:
 
 
 @functools.cache
-def _modules() -> list[ModuleType]:
+def modules() -> list[ModuleType]:
+    """Return the recipes."""
     names = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
     published = [importlib.import_module(f"{recipes.__name__}.{name}") for name in names]
     return published + [importlib.import_module(name) for name in _own]

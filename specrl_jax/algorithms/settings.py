@@ -125,8 +125,8 @@ ALGORITHM = Section("algorithm", "", (
     field("kl_estimator", "k3+", "of the loss: k3+ | k1+ | k2, with the same gradient; paper k3",
           choice(lambda: _losses().KL_ESTIMATORS), KL, BY_TOKEN, may_change=NEW_RUN),
     field("entropy_coef", 0.0, "weight of the entropy bonus; paper 0", FINITE, may_change=NEW_RUN),
-    field("balance_coef", 0.0, "of the loss that spreads tokens over experts (2101.03961)", WEIGHT,
-          may_change=NEW_RUN),
+    field("balance_coef", 0.0, "weight of a mixture's load-balancing loss (2101.03961)",
+          WEIGHT, may_change=NEW_RUN),
     field("importance_cap", 0.0, "TIS: cap of the weight π / what a token came from; 0: off",
           within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
     field("keep_sampling_mask", False, "log-probs among the tokens that rollout.top_k allowed",
@@ -134,7 +134,8 @@ ALGORITHM = Section("algorithm", "", (
 ))
 
 MASK = Section("algorithm.mask", "tokens without gradient; r is π_train / π_rollout", (
-    field("token_low", 0.0, "a token's r below this; IcePop 0.5; 0: off, as below", BELOW_ONE),
+    field("token_low", 0.0, "mask a token with r below this; IcePop 0.5; 0: off, as below",
+          BELOW_ONE),
     field("token_high", 0.0, "a token's r above this; IcePop 5", OFF_OR_ABOVE_ONE),
     field("row_low", 0.0, "a response's geometric mean of r below this; SkyRL 0.99", BELOW_ONE),
     field("row_high", 0.0, "a response's geometric mean of r above this; SkyRL 1.01",
@@ -169,7 +170,7 @@ CRITIC = Section("critic", "a value function, for PPO: see configs/ppo.py", (
 UPDATES = Section("updates", "", (
     field("mini_batch_size", 256, "rows per optimizer step; paper 256 prompts", integer(1),
           shards=Shards("update")),
-    field("micro_batch_size", 0, "at most so many rows at once, to save memory; 0: no bound",
+    field("micro_batch_size", 0, "most rows at once, to save memory; 0: no bound",
           integer()),
     field("logits_chunk", 512, "tokens of a row whose logits are in memory at once", integer(1)),
     field("packing", "trie", "trie (prefixes once) | sequences (rows in a line) | rows (padded)",
@@ -187,8 +188,8 @@ UPDATES = Section("updates", "", (
     field("beta2", 0.999, "decay of the second moment", BETA),
     field("epsilon", 1e-8, "added to the root of the second moment", within(1e-20, 1)),
     field("clip_norm", 1.0, "global gradient norm; 0: off; paper 1.0", within(0, 1e6)),
-    field("skip_nonfinite", 0, "skip updates with NaN or inf, so many in a row end the run; 0: one",
-          integer()),
+    field("skip_nonfinite", 0,
+          "updates in a row with NaN or inf to skip before the run fails; 0: none", integer()),
     field("old_logprobs", "rollout", "rollout | recompute (one more pass) | current (ratio 1)",
           choice(_old_logprobs)),
 ), may_change=NEW_RUN)

@@ -139,7 +139,7 @@ class Schema:
     def _advice(self, config: ConfigDict, when: When) -> str:
         """Say which field is in the way of a condition, and what value would help, if any."""
         named = [x for x in (when, *self._others(when)) if x.field]
-        better = {x: self._remedy(config, x) for x in named}
+        better = {x: self.remedy(config, x) for x in named}
         named.sort(key=lambda x: better[x] is None)
         if not named:
             return "here"
@@ -149,7 +149,7 @@ class Schema:
         help_ = better[first]
         return words if help_ is None else f"{words}; add --config.{first.field}={help_}"
 
-    def _remedy(self, config: ConfigDict, when: When) -> str | None:
+    def remedy(self, config: ConfigDict, when: When) -> str | None:
         """Return the value of `when.field` under which the condition holds, if any."""
         if when.value is not None:
             return when.value

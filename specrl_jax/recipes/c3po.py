@@ -70,7 +70,7 @@ STAGE = TokenBudget
 METRICS = {"update/budget_filled": ("tokens that the updates take / updates.token_budget", "1")}
 # fmt: off
 SECTIONS = (Section("updates", "", (
-    field("token_budget", 0, "C3PO: an update takes random rows up to so many tokens; 0: all",
+    field("token_budget", 0, "C3PO: tokens of an update, from rows in random order; 0: all rows",
           integer()),
 ), may_change=NEW_RUN),)
 # fmt: on

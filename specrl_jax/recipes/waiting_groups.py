@@ -379,7 +379,7 @@ SECTIONS = (
     Section("algorithm", "", (
         field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
               SWITCH),
-        field("max_gen_batches", 10, "at most so many rollouts a step (dynamic_sampling, speed)",
+        field("max_gen_batches", 10, "most rollouts of a step (dynamic_sampling, speed)",
               integer(1), SEVERAL_ROLLOUTS, idle=1),
     )),
     Section("curriculum", "", (

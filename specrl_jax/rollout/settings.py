@@ -97,7 +97,7 @@ ROLLOUT = Section("rollout", "", (
           SHARE, KEPT_NOISE, SEVERAL_VISITS, idle=0.0),
     field("stored_logprobs", 16, "tokens per position whose π_old is stored; for block", integer(1),
           PREVIOUS, DISTRIBUTION),
-    field("max_width", 8, "W, most tokens that a decode step feeds, W - 1 of a draft; tree, head",
+    field("max_width", 8, "W, tokens per decode step: 1 and up to W - 1 draft tokens; tree, head",
           TOKENS_OF_A_STEP, WIDE, idle=1),
     field("adaptive", True, "choose widths of decode steps by seconds; False: the widest", SWITCH,
           WIDE, idle=False),
@@ -127,9 +127,9 @@ HEAD_DRAFTS = Section("rollout.head", "a layer that is trained to draft, beside 
     field("learning_rate", 1e-3, "AdamW, constant; other values as in updates", WEIGHT,
           may_change=NEW_RUN),
     field("depth", 1,
-          "tokens of a draft that it is trained on, each from its own state for the last",
+          "draft tokens to train on, unrolled from the head's own states",
           integer(1, 16, "each is a pass of the head in the update")),
-    field("vocab", 0, "it drafts the so many most frequent tokens of all responses; 0: all tokens",
+    field("vocab", 0, "draft only the N most frequent tokens of all responses; 0: all",
           integer()),
 ), on=HEAD)
 # fmt: on

@@ -29,16 +29,16 @@ def _modules(*guests, slot: str = "BATCH_SOURCE"):
 def test_a_slot_has_what_is_asked_for(monkeypatch):
     off, on = _guest("rollout.partial", False), _guest("rollout.staleness", True)
     config = small_config()
-    monkeypatch.setattr(registry, "_modules", _modules(off, on))
+    monkeypatch.setattr(registry, "modules", _modules(off, on))
     assert registry.chosen(config, "BATCH_SOURCE", default=None) is on
     assert registry.chosen(config, "COLLECTOR", default="whole") == "whole"  # nobody takes it
-    monkeypatch.setattr(registry, "_modules", _modules(off))
+    monkeypatch.setattr(registry, "modules", _modules(off))
     assert registry.chosen(config, "BATCH_SOURCE", default="own") == "own"
 
 
 def test_two_that_want_a_slot_are_refused(monkeypatch):
     guests = [_guest("rollout.partial", True), _guest("rollout.staleness", True)]
-    monkeypatch.setattr(registry, "_modules", _modules(*guests))
+    monkeypatch.setattr(registry, "modules", _modules(*guests))
     config = small_config({"rollout.partial": 2, "rollout.staleness": 1})
     with pytest.raises(ValueError, match="rollout") as error:
         registry.chosen(config, "BATCH_SOURCE", default=None)
@@ -52,7 +52,7 @@ def test_a_table_has_the_choices_of_recipes(monkeypatch):
     """What a recipe imports from the core is not its own; a name is used once."""
     table = registry.Table("SIDES", {"left": 1})
     added = types.SimpleNamespace(SIDES={"right": 2})
-    monkeypatch.setattr(registry, "_modules", lambda: [types.SimpleNamespace(SIDES=table), added])
+    monkeypatch.setattr(registry, "modules", lambda: [types.SimpleNamespace(SIDES=table), added])
     assert list(table.items()) == [("left", 1), ("right", 2)]
     assert table.added == ["right"]
     table["up"] = 3  # as a user adds one
@@ -64,7 +64,7 @@ def test_a_table_has_the_choices_of_recipes(monkeypatch):
 
 def test_all_that_ask_for_a_slot_have_it(monkeypatch):
     guests = [_guest("updates.token_budget", on) for on in (True, False, True)]
-    monkeypatch.setattr(registry, "_modules", _modules(*guests, slot="STAGE"))
+    monkeypatch.setattr(registry, "modules", _modules(*guests, slot="STAGE"))
     assert registry.all_chosen(small_config(), "STAGE") == [guests[0], guests[2]]
 
 
