@@ -16,11 +16,11 @@ from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.engine.runner import Stats
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.text.tokenizer import Tokenizer

@@ -20,9 +20,9 @@ from specrl_jax.training.collect import next_requests
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
 from specrl_jax.training.learn import update_policy
-from specrl_jax.training.opening import OpenRun, opened
 from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.session import Session, open_session
 from specrl_jax.training.speed import speed_metrics
 from specrl_jax.training.state import RolloutState, RunState
 
@@ -41,12 +41,12 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     log.add(collected.metrics | metrics)  # an advantage knows better which groups have a signal
 
 
-def loop(opening: OpenRun) -> None:
+def loop(session: Session) -> None:
     """Make steps until the last one or a stop request; evaluate, record and save on the way."""
-    run = opening.run
-    state = opening.state
-    checkpoints = opening.checkpoints
-    log = opening.log
+    run = session.run
+    state = session.state
+    checkpoints = session.checkpoints
+    log = session.log
 
     def save(metric: float | None = None) -> None:
         """Save the step, unless its checkpoint is there."""
@@ -62,7 +62,7 @@ def loop(opening: OpenRun) -> None:
     # Before step 1 is recorded: a resume refuses such a record without a checkpoint.
     checkpoints.wait()
     stopped = False
-    while state.step < run.total_steps and not (stopped := opening.stop.agreed()):
+    while state.step < run.total_steps and not (stopped := session.stop.agreed()):
         with log.clock.timed("time/step"):
             step(run, state, log)
         state.add_to_totals(log.values)
@@ -76,7 +76,7 @@ def loop(opening: OpenRun) -> None:
         due = state.step % run.config.checkpoint.every == 0 or last
         if due or checkpoints.is_best(metric):
             save(metric)
-            opening.hooks.after_save()
+            session.hooks.after_save()
     if stopped:
         save()
 
@@ -86,7 +86,9 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     if not run.held_out:
         return
     with log.clock.timed("time/eval"):
-        weights = move(rollout_weights(run.model, state.policy(run.model)), run.rollout_mesh)
+        weights = move(
+            rollout_weights(run.model, state.policy_weights(run.model)), run.rollout_mesh
+        )
         noise = NoiseKey(state.rollout.key, state.step, Purpose.EVALUATE)
         answered = state.batches.call(
             evaluate, run.eval_spec, weights, run.held_out, noise, run.responder
@@ -110,14 +112,14 @@ def train(
     steps, see `specrl_jax.standard_hooks`. Raises ValueError in one line where the configuration,
     the data or `workdir` do not allow it, FloatingPointError where training diverges.
     """
-    with opened(config, workdir, resume_from, stop, hooks) as opening:
-        if opening is None:
+    with open_session(config, workdir, resume_from, stop, hooks) as session:
+        if session is None:
             return
-        opening.hooks.before_first_step(opening.run, opening.state)
-        time_widths(opening.run, opening.state)
-        loop(opening)
+        session.hooks.before_first_step(session.run, session.state)
+        time_widths(session.run, session.state)
+        loop(session)
     if hosts.is_primary():
-        _finish(opening, workdir)
+        _finish(session, workdir)
 
 
 def time_widths(run: Run, state: RunState) -> None:
@@ -136,12 +138,12 @@ def _time_steps(run: Run, state: RolloutState, weights: Params) -> dict[tuple[in
     return time_steps(run.rollout_spec, weights, requests)
 
 
-def _finish(opening: OpenRun, workdir: Path) -> None:
-    run = opening.run
-    state = opening.state
+def _finish(session: Session, workdir: Path) -> None:
+    run = session.run
+    state = session.state
     finished = state.step == run.total_steps
-    opening.hooks.at_end(run, workdir, finished)
+    session.hooks.at_end(run, workdir, finished)
     if not finished:
         where = f"step {state.step} of {run.total_steps}"
-        stopped = f"{opening.stop.name}, saved at {where}"
+        stopped = f"{session.stop.name}, saved at {where}"
         print(f"{workdir}: {stopped}; run the same command to go on")

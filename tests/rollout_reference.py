@@ -23,10 +23,10 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Ratio
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, SamplingConfig
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source, Tokens
 

@@ -13,9 +13,9 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.responses import Responder, Responses, Taken
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.thoughts import ThoughtTags
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.rollout.stop_strings import StopStrings
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.text.chat_template import changed_turns

@@ -22,11 +22,11 @@ from specrl_jax.rollout.engine.all_rows import read_rollout
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Source
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from jax import Array
 
-from specrl_jax.config.fields import Rules, no_rules
-from specrl_jax.config.spec import filled
+from specrl_jax.config.fields import Rules, filled, no_rules
 from specrl_jax.types import Batch
 
 

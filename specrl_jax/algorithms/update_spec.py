@@ -12,7 +12,7 @@ from jax import Array
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.corrections import masks_from
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.config.spec import filled
+from specrl_jax.config.fields import filled
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head

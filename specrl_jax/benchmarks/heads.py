@@ -24,11 +24,11 @@ from specrl_jax.benchmarks.rollout import Log, Report, RolloutCase, run_case, se
 from specrl_jax.compile import memory
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, SamplingConfig
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog

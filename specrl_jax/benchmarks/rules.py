@@ -19,10 +19,10 @@ from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.training.build import build, init_state
 from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
@@ -104,7 +104,7 @@ def _write_and_train(
 ) -> tuple[list[Rollout], Params]:
     """Return responses on the noise of each step, and rollout weights `drift` GRPO steps later."""
     state = init_state(run, params)
-    older = rollout_weights(run.model, state.policy(run.model))
+    older = rollout_weights(run.model, state.policy_weights(run.model))
     written = [
         generate(run.rollout_spec, older, Requests(prompts, NoiseKey(run.key, step))).rollout
         for step in steps
@@ -112,7 +112,7 @@ def _write_and_train(
     with run.responder.pool:
         for _ in range(drift):
             train.step(run, state, RunLog(run))
-    return written, rollout_weights(run.model, state.policy(run.model))
+    return written, rollout_weights(run.model, state.policy_weights(run.model))
 
 
 def _cases(run: Run) -> Iterator[_Case]:

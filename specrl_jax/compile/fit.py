@@ -16,7 +16,7 @@ from specrl_jax.compile import memory
 from specrl_jax.compile.shapes import AbstractRun
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.shapes import RolloutShapes
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import shards
 from specrl_jax.training.run import Run
 

@@ -25,7 +25,7 @@ from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import param_count
 from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
-from specrl_jax.rollout.engine.spec import acceptance_rule
+from specrl_jax.rollout.spec import acceptance_rule
 from specrl_jax.sharding import shards
 from specrl_jax.training.choices import frozen_of
 

@@ -25,7 +25,7 @@ from specrl_jax.models.transformer import (
 from specrl_jax.rollout.drafts.sources import abstract_state
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_inputs
 from specrl_jax.rollout.engine.shapes import RolloutShapes
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import move
 from specrl_jax.training.build import store_shape
 from specrl_jax.training.choices import batch_source_of, collector_of

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -102,3 +102,15 @@ class Section:
         decides = self.on is None or self.on.field == name
         when = row.when if decides else (self.on, *row.when)
         return dataclasses.replace(row, when=when, may_change=row.may_change or self.may_change)
+
+
+Spec = TypeVar("Spec")
+
+
+def filled(cls: type[Spec], section: Mapping, **more: Any) -> Spec:
+    """Return a dataclass `cls` with the values that a section has under the names of its fields.
+
+    more: values of other fields, and values that go before the section's.
+    """
+    names = [x.name for x in dataclasses.fields(cls) if x.init and x.name in section]
+    return cls(**{name: section[name] for name in names} | more)

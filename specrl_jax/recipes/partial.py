@@ -18,10 +18,10 @@ from specrl_jax.config.fields import Check, Section, Shards, Values, field
 from specrl_jax.config.kinds import integer
 from specrl_jax.responses import Responses, Taken
 from specrl_jax.rollout.drafts.edit import without_drafts
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import rows_of, take
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.training.collect import Collector
 from specrl_jax.training.collected import Collected

@@ -32,11 +32,11 @@ from specrl_jax.config.kinds import integer
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.edit import turn_drafts
 from specrl_jax.rollout.engine.runner import Stats
-from specrl_jax.rollout.engine.spec import RolloutSpec, acceptance_rule
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import where_rows
+from specrl_jax.rollout.spec import RolloutSpec, acceptance_rule
 from specrl_jax.sharding import put, reshard, take_rows
 from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Batch, Rollout, Source

@@ -12,9 +12,9 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.all_rows import read_rollout
 from specrl_jax.rollout.engine.runner import Runner, Stats
 from specrl_jax.rollout.engine.scheduler import Scheduler
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.types import Rollout
 
 

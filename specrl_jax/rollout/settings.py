@@ -38,7 +38,7 @@ def _is_stop(value: str) -> bool:
 
 
 def _keeps_noise(config: Values) -> bool:
-    from specrl_jax.rollout.engine.spec import acceptance_rule
+    from specrl_jax.rollout.spec import acceptance_rule
 
     return acceptance_rule(config).samples_anew
 

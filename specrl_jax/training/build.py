@@ -37,9 +37,9 @@ from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
-from specrl_jax.rollout.engine.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
 from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.responses import Responses, mean_by_function
 from specrl_jax.rollout.acceptance import AcceptanceRule
-from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.spec import noise_visits
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
     noise_metrics,

@@ -8,7 +8,7 @@ import jax
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.models import lora
 from specrl_jax.models.transformer import param_count
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.training.choices import trained_group_size
 from specrl_jax.training.run import Run
 from specrl_jax.training.state import RunState

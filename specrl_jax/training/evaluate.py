@@ -11,9 +11,9 @@ import numpy as np
 
 from specrl_jax.models.transformer import Params
 from specrl_jax.responses import Responder, Responses
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.types import Prompts
 
 

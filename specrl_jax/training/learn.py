@@ -12,7 +12,7 @@ from specrl_jax.algorithms.losses import OBJECTIVES
 from specrl_jax.algorithms.scoring import PackedRows, RowTokens, pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.rollout.engine.all_rows import abstract_rollout
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.training.choices import stages_of, trained_group_size
 from specrl_jax.training.collected import Collected

@@ -13,8 +13,8 @@ from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params
 from specrl_jax.responses import Responder
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import RolloutResult
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.types import Prompts
 
 

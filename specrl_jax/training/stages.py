@@ -186,7 +186,7 @@ class Logprobs(Stage):
         packed = pack_all(run, batch)
         metrics = {}
         if OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed:
-            old = logprobs(run.update_spec, state.policy(run.model), packed, batch.support)
+            old = logprobs(run.update_spec, state.policy_weights(run.model), packed, batch.support)
             if not collected.stale:  # else the difference is not one of arithmetic alone
                 metrics["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
             batch = dataclasses.replace(batch, recomputed_logprobs=old)

@@ -123,13 +123,13 @@ class RunState:
         """Return the weights that adapters are trained for; None: all weights are trained."""
         return self.reference.params if model.lora else None
 
-    def policy(self, model: ModelConfig) -> Params:
+    def policy_weights(self, model: ModelConfig) -> Params:
         """Return the policy's weights as they are now."""
         return adapted(model, self.policy_state.policy.params, self.base_params(model))
 
     def rollout_weights(self, run: Run) -> Params:
         """Return a copy of the current weights, with the draft head's, on the mesh of rollouts."""
-        policy = self.policy(run.model)
+        policy = self.policy_weights(run.model)
         weights = rollout_weights(run.model, policy)
         if head := self.policy_state.draft_head:
             vocab = run.update_spec.draft_head.vocab

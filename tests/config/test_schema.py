@@ -6,10 +6,9 @@ import pytest
 from ml_collections import ConfigDict
 from small_runs import line_of
 
-from specrl_jax.config.fields import RESUMED, Section, Shards, When, field
+from specrl_jax.config.fields import RESUMED, Section, Shards, When, field, filled
 from specrl_jax.config.kinds import SWITCH, choice, integer, text_or
 from specrl_jax.config.schema import Schema
-from specrl_jax.config.spec import filled
 
 COLOURS = {"red": 1, "blue": 2}
 ON = When("lamp.size", lambda c: c.lamp.size > 0, "3")

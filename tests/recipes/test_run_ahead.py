@@ -13,7 +13,7 @@ from rollout_reference import check_equal, host, make_spec
 from small_runs import assert_same_bits
 
 from specrl_jax.recipes.run_ahead import RunningAhead
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts, Source

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import abstract
-from specrl_jax.config.spec import filled
+from specrl_jax.config.fields import filled
 from specrl_jax.registry import Table
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex

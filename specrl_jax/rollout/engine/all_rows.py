@@ -14,10 +14,10 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.logprobs import CUT_OFF_LOGPROB
 from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.emitted import logprobs_of_ids, outcomes
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import Rows, gather, where_rows
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, row_seeds, uniforms
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, reshard
 from specrl_jax.types import Drafts, Prompts, Rollout, Source, Tokens
 

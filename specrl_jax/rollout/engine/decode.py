@@ -26,10 +26,10 @@ from specrl_jax.models.row_slices import count_leading, read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.shapes import RolloutShapes
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.fused_sampling import FusedDistributions, distributions
 from specrl_jax.rollout.rows import PADDING, Rows, where_rows
 from specrl_jax.rollout.sampling import TokenDistributions
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.rollout.stop_strings import NOTHING
 from specrl_jax.sharding import axes, reshard, shards
 from specrl_jax.types import Source, Tokens

@@ -39,10 +39,10 @@ from specrl_jax.rollout.block import Residual
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.shapes import RolloutShapes
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.fused_sampling import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source, Tokens
 

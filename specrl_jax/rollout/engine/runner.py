@@ -31,7 +31,6 @@ from specrl_jax.rollout.engine.all_rows import (
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import PackedTexts, extend, pack_texts
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import (
     PADDING,
@@ -41,6 +40,7 @@ from specrl_jax.rollout.rows import (
     release,
     scatter,
 )
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put, shards
 
 

@@ -8,8 +8,8 @@ from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.all_rows import abstract_batch, abstract_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.types import Drafts
 
 

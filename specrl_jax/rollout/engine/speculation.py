@@ -22,8 +22,8 @@ from specrl_jax import hosts
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
-from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import StatePart
 

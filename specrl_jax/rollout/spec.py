@@ -1,4 +1,4 @@
-"""Setup that stays the same from rollout to rollout."""
+"""`RolloutSpec`: all that is fixed in the compiled programs of rollouts."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.config.spec import filled
+from specrl_jax.config.fields import filled
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource

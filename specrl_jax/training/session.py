@@ -1,4 +1,5 @@
-"""Opening of a run: all checks, what the steps need, and the state to begin or go on with."""
+"""A run in its work directory, opened: all checks, what the steps need, and the state to start or
+resume from."""
 
 import contextlib
 import dataclasses
@@ -31,7 +32,7 @@ from specrl_jax.training.workdir import (
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenRun:
+class Session:
     """A run whose steps may be made, in its work directory."""
 
     run: Run
@@ -43,13 +44,13 @@ class OpenRun:
 
 
 @contextlib.contextmanager
-def opened(
+def open_session(
     config: Any,
     workdir: Path,
     resume_from: str = "",
     stop: StopRequest | None = None,
     hooks: Hooks | None = None,
-) -> Iterator[OpenRun | None]:
+) -> Iterator[Session | None]:
     """Open the run of `config` in `workdir`; None, and a line, where it is finished.
 
     Arguments and errors: see `train`.
@@ -87,7 +88,7 @@ def opened(
         stack.enter_context(advise_how_to_resume(checkpoints))
         stack.enter_context(state.batches)
         log.restore(state.step if last else 0, ahead=state.batches.ahead)
-        yield OpenRun(run, state, checkpoints, log, stop, hooks)
+        yield Session(run, state, checkpoints, log, stop, hooks)
 
 
 def _check(config: Any, workdir: Path, described: dict[str, Any], resume_from: str) -> bool:
