@@ -19,7 +19,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.text.tokenizer import CharacterTokenizer
-from specrl_jax.training import opening
+from specrl_jax.training import session
 
 # Issued at every step of every run.
 ALWAYS = {
@@ -108,7 +108,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(
     tmp_path, make_mesh, capfd, monkeypatch
 ):
     config = small_config({"reward.name": "small_runs:never", "reward.extract": ""}, steps=9)
-    monkeypatch.setattr(opening, "try_reward", lambda run: None)  # as if it failed later
+    monkeypatch.setattr(session, "try_reward", lambda run: None)  # as if it failed later
     with (
         jax.set_mesh(make_mesh(1, 1, 1)),
         pytest.raises(ValueError, match=r"^step 3: 32 of 32 answers could not be scored, 32 of"),

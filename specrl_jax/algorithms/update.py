@@ -6,6 +6,7 @@ added, so that the result does not depend on how it is cut.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +166,51 @@ def _gradients(
         batch, own_sums = prepare(batch, before, update_spec.loss)
     params = {name: module.params for name, module in state.modules.items()}
     by_loss = {name: params[name] for name in ("policy", "critic") if name in params}
+    loss = _loss_of(update_spec, batch, packed, base_params, frozen)
+    head_normalizer = jnp.sum(batch.mask & (packed.nodes >= 0))
+    size = packed.sequences.tokens[0].size
+
+    def differentiate(index: Array) -> tuple[Gradients, Scalars]:
+        sequences = jax.tree.map(lambda x: x[index], packed.sequences)
+        nodes = packed.nodes - index * size
+        # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
+        here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
+        part = dataclasses.replace(batch, response_lens=jnp.where(here, batch.response_lens, 0))
+        grads, (sums, states) = jax.grad(loss, has_aux=True)(by_loss, part, sequences, nodes)
+        if head is None:
+            return grads, sums
+        policy = adapted(update_spec.model, state.policy.params, base_params)
+        head_grads, head_sums = head_gradients(
+            update_spec, head, policy, sequences, states, nodes, part.mask, head_normalizer
+        )
+        return grads | {"draft_head": head_grads}, sums | head_sums
+
+    def accumulate(index: Array, total: tuple[Gradients, Scalars]) -> tuple[Gradients, Scalars]:
+        return jax.tree.map(jnp.add, total, differentiate(index))
+
+    _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))
+    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zero_grads = jax.tree.map(jnp.zeros_like, params)
+    grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
+    return grads, sums | own_sums
+
+
+def _loss_of(
+    update_spec: UpdateSpec,
+    batch: Batch,
+    packed: PackedRows,
+    base_params: Params | None,
+    frozen: Params | None,
+) -> Callable[..., tuple]:
+    """Return the loss of policy and critic for a part of the mini-batch, as `jax.grad` wants it.
+
+    It is divided by the counts of the whole mini-batch, so that parts add up. Beside it come sums,
+    and the policy's states.
+    """
     policy_normalizer = update_spec.loss_count
     if not policy_normalizer:
         policy_normalizer = AGGREGATIONS[update_spec.loss.aggregation].count(batch.mask)
     critic_normalizer = jnp.sum(batch.mask)
-    head_normalizer = jnp.sum(batch.mask & (packed.nodes >= 0))
-    size = packed.sequences.tokens[0].size
     terms = update_spec.loss.terms
 
     def loss(weights: Gradients, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
@@ -197,29 +237,7 @@ def _gradients(
             sums = sums | critic_sums
         return total, (sums, states)
 
-    def differentiate(index: Array) -> tuple[Gradients, Scalars]:
-        sequences = jax.tree.map(lambda x: x[index], packed.sequences)
-        nodes = packed.nodes - index * size
-        # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
-        here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
-        part = dataclasses.replace(batch, response_lens=jnp.where(here, batch.response_lens, 0))
-        grads, (sums, states) = jax.grad(loss, has_aux=True)(by_loss, part, sequences, nodes)
-        if head is None:
-            return grads, sums
-        policy = adapted(update_spec.model, state.policy.params, base_params)
-        head_grads, head_sums = head_gradients(
-            update_spec, head, policy, sequences, states, nodes, part.mask, head_normalizer
-        )
-        return grads | {"draft_head": head_grads}, sums | head_sums
-
-    def accumulate(index: Array, total: tuple[Gradients, Scalars]) -> tuple[Gradients, Scalars]:
-        return jax.tree.map(jnp.add, total, differentiate(index))
-
-    _, shapes = jax.eval_shape(lambda: differentiate(jnp.int32(0)))
-    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    zero_grads = jax.tree.map(jnp.zeros_like, params)
-    grads, sums = jax.lax.fori_loop(0, packed.count, accumulate, (zero_grads, zero_sums))
-    return grads, sums | own_sums
+    return loss
 
 
 def _term_inputs(

@@ -23,13 +23,14 @@ from ml_collections import ConfigDict
 from specrl_jax.compile.fit import fit_evaluation
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
+from specrl_jax.evaluation.figures import figures
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import require_package
 from specrl_jax.responses import Responses, mean_by_function
 from specrl_jax.rewards.scorers import SCORERS
 from specrl_jax.settings import schema
 from specrl_jax.training.build import make_responder
-from specrl_jax.training.evaluate import evaluate, figures, group_rewards
+from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"

@@ -30,7 +30,7 @@ from specrl_jax.command_line import cli
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.standard_hooks import StandardHooks
 from specrl_jax.telemetry.metrics import MetricsLog
-from specrl_jax.training import collect, opening
+from specrl_jax.training import collect, session
 
 # A checkpoint at every step: a kill finds one under way more often than not.
 CHANGES = {
@@ -123,8 +123,8 @@ class Phase:
 
 # In the order in which a run meets them, each in a life of its own.
 PHASES = [
-    Phase(opening, "build", saves=False), Phase(opening, "init_state", saves=False),
-    Phase(loop, "evaluate_held_out"), Phase(opening, "resume", saves=False),
+    Phase(session, "build", saves=False), Phase(session, "init_state", saves=False),
+    Phase(loop, "evaluate_held_out"), Phase(session, "resume", saves=False),
     Phase(collect, "make_train_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""Estimates of evaluation, against numbers worked out by hand."""
+"""Figures of evaluation, against numbers worked out by hand."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from specrl_jax.training.evaluate import figures, mean_and_interval, pass_at_k
+from specrl_jax.evaluation.figures import figures, mean_and_interval, pass_at_k
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
