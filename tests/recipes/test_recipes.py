@@ -44,7 +44,7 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
         registry.chosen(config, "BATCH_SOURCE", default=None)
     assert one_line(error) == (
         "rollout.partial and rollout.staleness must not be set together, as each is the run's "
-        "source, got 2 and 1; set one of them back"
+        "batch source, got 2 and 1; set one of them back"
     )
 
 

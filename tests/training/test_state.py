@@ -32,7 +32,7 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[RunState, RunState]
         ({"algorithm.kl_coef": 0.1}, "grpo", {"reference"}),
         ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", set()),
         ({"rollout.partial": 2}, "grpo", set()),
-        ({"rollout.staleness": 1}, "grpo", {"source"}),
+        ({"rollout.staleness": 1}, "grpo", {"batches"}),
         ({"rollout.draft": "none"}, "dapo", set()),
         (ADAPTIVE | {"rollout.draft": "previous+tree"}, "grpo", {"speculation"}),
         (ADAPTIVE, "grpo", set()),  # steps have no drafts, so there is no width to choose
