@@ -71,8 +71,8 @@ def micro(config: ConfigDict) -> None:
     config.rollout.response_len = 10
     config.rollout.row_buckets = 3
     config.updates.mini_batch_size = 64
-    config.warmup.steps = 300
-    config.warmup.examples = 5_000
+    config.sft.steps = 300
+    config.sft.examples = 5_000
     config.evaluate.every = 6
     config.evaluate.batch_size = 128
     config.checkpoint.every = 4
@@ -102,7 +102,7 @@ def custom(config: ConfigDict) -> None:
     config.updates.logits_chunk = 64
     config.updates.mini_batch_size = 64
     config.updates.learning_rate = 1e-6
-    config.updates.schedule_warmup = 0
+    config.updates.lr_warmup_steps = 0
     config.evaluate.batch_size = 32
     config.checkpoint.every = 8
 
@@ -138,7 +138,7 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 16
     config.updates.learning_rate = 1e-5
-    config.updates.schedule_warmup = 4
+    config.updates.lr_warmup_steps = 4
     config.evaluate.every = 6
     config.evaluate.batch_size = 32
     config.evaluate.samples = 2
@@ -183,7 +183,7 @@ def gemma3_270m(config: ConfigDict) -> None:
     config.updates.logits_chunk = 8  # 32 rows x 8 tokens x 262,144 scores are 268 MB
     config.updates.mini_batch_size = 32
     config.updates.learning_rate = 3e-6
-    config.updates.schedule_warmup = 4
+    config.updates.lr_warmup_steps = 4
     config.evaluate.batch_size = 32
     config.checkpoint.every = 12
     config.train.epochs = 3
@@ -261,8 +261,8 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size = 2_048
     config.updates.learning_rate = 5e-7
-    config.updates.schedule_warmup = 0
-    config.updates.schedule = "constant"
+    config.updates.lr_warmup_steps = 0
+    config.updates.lr_schedule = "constant"
     config.evaluate.every = 0
     config.checkpoint.every = 5
     config.train.steps = 90
@@ -273,17 +273,17 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 def _pretrained(config: ConfigDict, source: str) -> None:
     """A pretrained model with its own tokenizer and chat template.
 
-    It has no supervised stage unless warmup.steps says so; then of solutions as they are.
+    It has no supervised stage unless sft.steps says so; then of solutions as they are.
     """
     config.model.source = source
     config.tokenizer.source = ""
     config.tokenizer.chat = True
     config.data.options = ConfigDict()
-    config.warmup.steps = 0
-    config.warmup.batch_size = 8
-    config.warmup.examples = 0
-    config.warmup.mistake_rate = 0.0
-    config.warmup.learning_rate = 1e-5
+    config.sft.steps = 0
+    config.sft.batch_size = 8
+    config.sft.examples = 0
+    config.sft.mistake_rate = 0.0
+    config.sft.learning_rate = 1e-5
 
 
 def qwen3_30b_a3b(config: ConfigDict) -> None:

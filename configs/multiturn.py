@@ -41,7 +41,7 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.rollout.response_len = 12
     config.updates.mini_batch_size = 512
     config.updates.learning_rate = 1e-3
-    config.warmup.steps = 0
+    config.sft.steps = 0
     config.train.steps = 96
     if preset == "micro":
         config.tokenizer.alphabet = "01234-?<>"

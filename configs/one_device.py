@@ -89,7 +89,7 @@ def _adapters(config: ConfigDict) -> None:
     config.model.remat = True
     config.rollout.response_len = 1_024
     config.updates.learning_rate = 1e-5  # ten times what all weights would get
-    config.warmup.learning_rate = 1e-4
+    config.sft.learning_rate = 1e-4
 
 
 _ALL = (smollm2, gemma3_270m, qwen3_0p6b, gemma3_1b, smollm3_3b)

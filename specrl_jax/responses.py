@@ -42,7 +42,7 @@ class Turns(NamedTuple):
         return np.count_nonzero(self.ends, axis=1)
 
 
-class Taken(NamedTuple):
+class CompletedGroups(NamedTuple):
     """Groups of a rollout whose responses are scored now."""
 
     groups: np.ndarray  # int [n], among those of the rollout
@@ -149,7 +149,7 @@ class Responder:
             return generate(spec, weights, requests, speculation)
 
     def score(
-        self, spec: RolloutSpec, prompts: Prompts, taken: Taken, clock: Stopwatch
+        self, spec: RolloutSpec, prompts: Prompts, taken: CompletedGroups, clock: Stopwatch
     ) -> Responses:
         """Score the responses of the groups that are taken. prompts: of the whole rollout."""
         with clock.timed("time/rollout"):
@@ -179,7 +179,7 @@ class Responder:
         """Roll out and score all that is requested."""
         clock = Stopwatch()
         result = self.roll_out(spec, weights, requests, clock=clock)
-        taken = Taken(np.arange(len(requests.prompts.lens)), result)
+        taken = CompletedGroups(np.arange(len(requests.prompts.lens)), result)
         return self.score(spec, requests.prompts, taken, clock)
 
     def read(self, ids: np.ndarray, ended: bool = True, in_thought: bool = False) -> Reading:

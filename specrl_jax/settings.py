@@ -88,5 +88,7 @@ def _schema(own_recipes: tuple[str, ...]) -> Schema:
         sections=[*SECTIONS, *chain(registry.declared("SECTIONS"))],
         rules=[*RULES, *chain(own), *chain(registry.declared("RULES"))],
         effects=registry.declared("EFFECTS"),
-        renamed=collections.ChainMap(*registry.declared("RENAMED")),
+        renamed=collections.ChainMap(
+            *(getattr(room, "RENAMED", {}) for room in ROOMS), *registry.declared("RENAMED")
+        ),
     )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import rollout_reference as ref
 
-from specrl_jax.responses import Responses, Taken
+from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rollout.generate import RolloutResult, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
@@ -96,7 +96,7 @@ def one_step(state: RolloutState, weights, stored=None) -> Step:
     )
 
 
-def _unrewarded(prompts: Prompts, taken: Taken, result: RolloutResult) -> Responses:
+def _unrewarded(prompts: Prompts, taken: CompletedGroups, result: RolloutResult) -> Responses:
     tokens, lens = np.asarray(result.rollout.tokens.ids), np.asarray(result.rollout.lens)
     rewards = Rewards.make_whole(np.zeros(len(lens)), [""] * len(lens))
     none = np.zeros(len(lens), bool)

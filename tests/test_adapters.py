@@ -24,7 +24,7 @@ ADAPTERS = {
     "lora.rank": 4, "checkpoint.every": 2, "train.steps": 4, "algorithm.kl_coef": 0.1,
     "updates.mini_batch_size": 32,
 }  # fmt: skip
-WARM = {"warmup.steps": 2}
+WARM = {"sft.steps": 2}
 
 
 def train(workdir, changes):

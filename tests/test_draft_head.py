@@ -8,7 +8,7 @@ from specrl_jax import train as loop
 
 HEAD = {
     "rollout.draft": "previous+tree+head", "rollout.head.vocab": 8, "rollout.head.depth": 2,
-    "rollout.adaptive": False, "rollout.max_width": 3, "rollout.row_buckets": 1, "warmup.steps": 2,
+    "rollout.adaptive": False, "rollout.max_width": 3, "rollout.row_buckets": 1, "sft.steps": 2,
     "updates.learning_rate": 1e-3, "checkpoint.every": 2, "train.epochs": 0, "train.steps": 4,
 }  # fmt: skip
 

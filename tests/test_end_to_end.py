@@ -20,7 +20,7 @@ from specrl_jax.training.build import build
 
 # Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
 LONG = {
-    "warmup.steps": 3, "evaluate.every": 3, "checkpoint.every": 3, "train.epochs": 4,
+    "sft.steps": 3, "evaluate.every": 3, "checkpoint.every": 3, "train.epochs": 4,
     "checkpoint.keep_last": 3, "algorithm.kl_coef": 0.1,
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ REAL = runpy.run_path({path!r})
 def get_config(preset="tiny"):
     config = REAL["get_config"](preset)
     config.model.num_layers = config.rollout.row_buckets = 1
-    config.warmup.steps = 50
+    config.sft.steps = 50
     config.reward.timeout = 60.0
     config.rollout.adaptive = False  # how wide steps are is not up to the clock
     return config

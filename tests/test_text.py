@@ -20,7 +20,7 @@ def get_config():
     config = small_runs.small_config()
     config.update_from_flattened_dict({
         "data.source": "jsonl", "data.path": __file__.replace(".py", ".jsonl"), "data.name": "",
-        "data.prompt_len": 4, "tokenizer.alphabet": "0123456789 😀é", "warmup.mistake_rate": 0.0,
+        "data.prompt_len": 4, "tokenizer.alphabet": "0123456789 😀é", "sft.mistake_rate": 0.0,
         "data.eval_prompts": 2, "rollout.draft": "previous",
     })
     config.data.options = {}

@@ -210,8 +210,8 @@ def test_the_kl_to_the_reference_starts_at_0(run):
     [
         ({"rollout.max_rows": 1},
          r"^rollout.max_rows must be 0 or >= mesh.data x mesh.fsdp = 2, got 1; raise it$"),
-        ({"warmup.batch_size": 10**9, "warmup.steps": 1},
-         r"^warmup.batch_size must be smaller: the warm-up needs about [^\n]*, got 1000000000$"),
+        ({"sft.batch_size": 10**9, "sft.steps": 1},
+         r"^sft.batch_size must be smaller: the warm-up needs about [^\n]*, got 1000000000$"),
     ],
     ids=["rows", "activations of the warm-up"],
 )  # fmt: skip

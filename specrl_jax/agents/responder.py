@@ -10,7 +10,7 @@ from specrl_jax.agents.environment_protocol import StepResult
 from specrl_jax.agents.episodes import Episodes, PlayedResult
 from specrl_jax.agents.turns import EpisodeRollout
 from specrl_jax.models.transformer import Params
-from specrl_jax.responses import Responder, Responses, Taken
+from specrl_jax.responses import CompletedGroups, Responder, Responses
 from specrl_jax.rewards.reading import Reading
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.engine.speculation import Speculation
@@ -51,7 +51,7 @@ class EpisodeResponder(Responder):
         return Episodes(self, requests.prompts, rollout, clock).play()
 
     def score(
-        self, spec: RolloutSpec, prompts: Prompts, taken: Taken, clock: Stopwatch
+        self, spec: RolloutSpec, prompts: Prompts, taken: CompletedGroups, clock: Stopwatch
     ) -> Responses:
         """Return the episodes, which all came to an end, with what they earned."""
         played = taken.result

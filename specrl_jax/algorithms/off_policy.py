@@ -30,7 +30,7 @@ def measure(rollout: Rollout, rejected_mass: float, rule: Any) -> dict[str, floa
     """Return the `reuse/*` metrics of a rollout; none where no token was accepted.
 
     rejected_mass: from `estimate_rejected_mass`.
-    rule: the acceptance rule in force; without its `lenient_share` there is no
+    rule: the acceptance rule in force; without its `lenience_dependent_share` there is no
         `reuse/lenient_fraction`.
     """
     measured = _measure(rollout, rule)
@@ -58,8 +58,10 @@ def _measure(rollout: Rollout, rule: Any) -> dict[str, Array]:
         "reuse/log_ratio_p95": high,
         "reuse/kl": masked_mean(divergence, mask),
     }
-    if rule.lenient_share is not None:
-        values["reuse/lenient_fraction"] = masked_mean(rule.lenient_share(log_ratio), mask)
+    if rule.lenience_dependent_share is not None:
+        values["reuse/lenient_fraction"] = masked_mean(
+            rule.lenience_dependent_share(log_ratio), mask
+        )
     return values
 
 

@@ -155,9 +155,9 @@ CRITIC = Section("critic", "a value function, for PPO: see configs/ppo.py", (
           choice(_critic_kinds, "none")),
     field("learning_rate", 1e-3, "AdamW, constant; other values as in updates; paper 1e-5", WEIGHT,
           may_change=NEW_RUN),
-    field("schedule_warmup", 0, "optimizer steps of linear warm-up; paper 0", integer(), idle=0,
+    field("lr_warmup_steps", 0, "optimizer steps of linear warm-up; paper 0", integer(), idle=0,
           may_change=NEW_RUN),
-    field("warmup_steps", 0, "first steps in which only the critic learns; paper 0", integer(),
+    field("critic_only_steps", 0, "first steps in which only the critic learns; paper 0", integer(),
           idle=0, may_change=NEW_RUN),
     field("coef", 0.5, "weight of its loss beside the policy's; with head it moves the policy too",
           within(1e-6, 1e6), may_change=NEW_RUN),
@@ -180,9 +180,9 @@ UPDATES = Section("updates", "", (
     field("select", "all", "all rows", choice(_row_selections)),
     field("passes", 1, "passes over each rollout; paper 1", integer(1)),
     field("learning_rate", 3e-4, "AdamW; paper 5e-7", WEIGHT),
-    field("schedule", "linear", "constant | linear | cosine (to 0 over the run); paper constant",
+    field("lr_schedule", "linear", "constant | linear | cosine (to 0 over the run); paper constant",
           choice(_schedules)),
-    field("schedule_warmup", 16, "optimizer steps of linear warm-up; paper 0", integer()),
+    field("lr_warmup_steps", 16, "optimizer steps of linear warm-up; paper 0", integer()),
     field("weight_decay", 0.01, "AdamW's; paper 0.01", WEIGHT),
     field("beta1", 0.9, "decay of the first moment", BETA),
     field("beta2", 0.999, "decay of the second moment", BETA),
@@ -233,3 +233,9 @@ RULES = (
     _objective,
     _importance_weight,
 )
+RENAMED = {
+    "critic.schedule_warmup": "critic.lr_warmup_steps",
+    "critic.warmup_steps": "critic.critic_only_steps",
+    "updates.schedule": "updates.lr_schedule",
+    "updates.schedule_warmup": "updates.lr_warmup_steps",
+}

@@ -216,7 +216,7 @@ def _balance_coef(config, model: ModelConfig) -> float:
 def _make_critic(config) -> Critic:
     settings = config.critic
     rate = settings.learning_rate
-    schedule = _after_ramp(optax.constant_schedule(rate), rate, settings.schedule_warmup)
+    schedule = _after_ramp(optax.constant_schedule(rate), rate, settings.lr_warmup_steps)
     optimizer = make_optimizer(config.updates, schedule)
     return filled(Critic, settings, optimizer=optimizer)
 
@@ -248,8 +248,8 @@ ROW_SELECTIONS: dict[str, Any] = Table("ROW_SELECTIONS", {"all": None})
 def make_schedule(settings, total_updates: int) -> optax.Schedule:
     """Return the learning rate by optimizer step of the policy, from `config.updates`."""
     peak = settings.learning_rate
-    ramp_steps = settings.schedule_warmup
-    schedule = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
+    ramp_steps = settings.lr_warmup_steps
+    schedule = SCHEDULES[settings.lr_schedule](peak, max(total_updates - ramp_steps, 1))
     return _after_ramp(schedule, peak, ramp_steps)
 
 

@@ -63,7 +63,7 @@ _TIMED_STEPS = 32  # of a timed call
 _ROUNDS = 3  # the fastest counts
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 # A rule that decides by log-probs, as for SPEC-RL.
-RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew).of(1.0)
+RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_every_token).of(1.0)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 

@@ -125,12 +125,12 @@ def _cases(run: Run) -> Iterator[_Case]:
 
     yield _Case("no drafts", with_rule(MATCH), drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
-        lenient = rule.lenient_share is not None
+        lenient = rule.lenience_dependent_share is not None
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
             yield _Case(label, with_rule(rule.of(lenience)))
-        if rule.samples_anew:
+        if rule.samples_every_token:
             yield _Case(f"{name}, kept noise", with_rule(rule.of(1.0)), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)

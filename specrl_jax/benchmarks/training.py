@@ -127,8 +127,8 @@ def step_config(config, size: Size, fields: dict[str, Any]):
         "updates.mini_batch_size": size.rows,
         "updates.skip_no_signal": False,
         "updates.learning_rate": 1e-9,
-        "updates.schedule": "constant",
-        "warmup.steps": 0,
+        "updates.lr_schedule": "constant",
+        "sft.steps": 0,
         "evaluate.every": 0,
         "train.steps": 1_000,
     }

@@ -48,7 +48,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     """Yield each stage of a run, and its arrays at once. prompts: to train on."""
     rollout = config.rollout
     updates = config.updates
-    warmup = config.warmup
+    sft = config.sft
     evaluation = config.evaluate
     row_fields = "data.prompt_len rollout.response_len"
     slots = config.data.prompt_len + rollout.response_len
@@ -87,8 +87,8 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     if model.lora:
         read = Part("weights as they are read", _model_fields(config), 4 * param_count(model))
         yield "the start", [*kept, read]
-    if warmup.steps:
-        yield "the warm-up", kept[:-1] + trained(warmup.batch_size, slots, "warmup.batch_size")
+    if sft.steps:
+        yield "the warm-up", kept[:-1] + trained(sft.batch_size, slots, "sft.batch_size")
     if evaluation.every:
         rows = evaluation.batch_size * evaluation.samples
         fields = "evaluate.batch_size evaluate.samples"
@@ -121,7 +121,7 @@ def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
         generations = rollout.tree.history
         fields = f"rollout.tree.history {fields}"
     size = 4 * generations  # tokens; then log-probs and origins
-    if not acceptance_rule(config).samples_anew:
+    if not acceptance_rule(config).samples_every_token:
         size += 12 * rollout.draft_age
     kept.append(Part("stored drafts", fields, size * stored))
     return kept

@@ -108,7 +108,7 @@ class AbstractRun:
         """Weights of the policy that the KL penalty is measured from."""
         if not self.config.algorithm.kl_coef:
             return None
-        warm = self.config.warmup.steps and self.config.model.source  # by adapters
+        warm = self.config.sft.steps and self.config.model.source  # by adapters
         return self.policy if self.base_params is None or warm else self.base_params
 
     @functools.cached_property

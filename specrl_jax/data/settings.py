@@ -40,7 +40,7 @@ HAS_AN_END = When("data.source", lambda c: not c.meaning("data.source").endless,
 SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
-SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+SOLUTIONS = When("sft.steps", lambda c: c.sft.steps > 0, "100")
 # Recipes that read the bounds say when: `EFFECTS`.
 RATES = When("", lambda c: False)
 

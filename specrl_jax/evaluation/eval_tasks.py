@@ -39,7 +39,7 @@ REASONING_GYM = "reasoning_gym"
 SORT = "sort"
 _GENERATED = 100  # problems of a generator, where the user sets no limit
 _ONE_TURN = {  # what a new task does not inherit beside the fields of a task
-    "environment.name": "", "warmup.steps": 0,
+    "environment.name": "", "sft.steps": 0,
     "data.prompt_field": "question", "data.answer_field": "answer",
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list,
     data = config.data
     reader = READERS[config.data.source]
     start = run.data.prompts + run.data.eval_prompts
-    start += run.warmup.examples if run.warmup.steps else 0
+    start += run.sft.examples if run.sft.steps else 0
     rows = reader.read(data, start, start + count, config.seed)
     same = all(data[field] == run.data[field] for field in ("source", "name", "options"))
     return rows, reader.read(data, 0, start, config.seed) if same else []

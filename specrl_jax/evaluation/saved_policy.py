@@ -180,7 +180,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
         "tokenizer.chat": tokenizer.has_chat_template,
         "data.prompt_len": min(1024, shape.max_positions - response_len),
         "rollout.response_len": response_len, "rollout.stop": write_stop(strings),
-        "warmup.steps": 0, "evaluate.batch_size": 32,
+        "sft.steps": 0, "evaluate.batch_size": 32,
         "evaluate.temperature": float(said.get("temperature") or 1.0),
         "rollout.top_k": int(said.get("top_k") or 0),
         "rollout.top_p": float(said.get("top_p") or 1.0),
@@ -199,7 +199,7 @@ def _read_params(
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
         like: dict[str, Any] = {"train": {"policy": {"params": abstract_trained(shape)}}}
-        own_base = shape.lora and config.warmup.steps and not config.model.source
+        own_base = shape.lora and config.sft.steps and not config.model.source
         if own_base:
             like["reference"] = abstract_params(shape)
         arrays, host = checkpoints.restore(number, like, partial=True)

@@ -16,7 +16,7 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Shards, Values, field
 from specrl_jax.config.kinds import integer
-from specrl_jax.responses import Responses, Taken
+from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rollout.drafts.edit import without_drafts
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
@@ -115,7 +115,9 @@ class PartialRollout(Collector):
         holds = self.held_lens.reshape(-1, group_size).any(axis=1)
         return without_drafts(stored, np.repeat(holds, group_size))
 
-    def take(self, state: RolloutState, requests: Requests, result: RolloutResult) -> Taken:
+    def take(
+        self, state: RolloutState, requests: Requests, result: RolloutResult
+    ) -> CompletedGroups:
         """Keep the groups that go on; return the first that are done."""
         config = self.run.config.rollout
         group_size = config.group_size
@@ -136,7 +138,7 @@ class PartialRollout(Collector):
         self.prompt_ids = tuple(requests.prompts.examples[q].prompt_id for q in others)
         self.noise_steps = tuple(map(tuple, requests.noise.noise_steps[others].tolist()))
         self.trained_lens = self.held_lens[rows_of(finished, group_size)]
-        return Taken(finished, dataclasses.replace(result, draft_lens=draft_lens))
+        return CompletedGroups(finished, dataclasses.replace(result, draft_lens=draft_lens))
 
     def finish_step(self, state: RolloutState, done: list[Responses]) -> Collected:
         batch = super().finish_step(state, done)

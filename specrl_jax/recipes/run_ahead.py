@@ -15,7 +15,7 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.config.fields import Check, Section, Values, When, field
 from specrl_jax.config.kinds import SWITCH
-from specrl_jax.responses import Responses, Taken
+from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rollout.drafts.edit import as_drafts, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
@@ -101,7 +101,9 @@ class RunningAhead(Collector):
         tokens = jnp.concatenate([ahead_tokens, tokens], axis=1)
         return tokens, jnp.concatenate([ahead_lens, lens], axis=1)
 
-    def take(self, state: RolloutState, requests: Requests, result: RolloutResult) -> Taken:
+    def take(
+        self, state: RolloutState, requests: Requests, result: RolloutResult
+    ) -> CompletedGroups:
         """Keep what was begun; return the groups of this step."""
         now, later = np.split(np.argsort(_order(len(requests.prompts.lens) // 2)), 2)
         self.used_lens = np.zeros(1, np.int32)
@@ -110,7 +112,7 @@ class RunningAhead(Collector):
         rows = rows_of(later, self.run.rollout_spec.group_size)
         self.begun = as_drafts(take(result.rollout, rows))
         self.prompt_ids = _ids(requests.prompts.select(later))
-        return Taken(now, result)
+        return CompletedGroups(now, result)
 
     def finish_step(self, state: RolloutState, done: list[Responses]) -> Collected:
         batch = super().finish_step(state, done)
@@ -185,7 +187,7 @@ def _rules(config: Values) -> Iterator[Check]:
         return
     name = "rollout.run_ahead"
     verifies = config.meaning("rollout.draft").verifies_previous
-    exact = config.meaning("rollout.accept").samples_anew
+    exact = config.meaning("rollout.accept").samples_every_token
     accept = config.rollout.accept
     rule = f"False where rollout.accept is {accept} (it is not exact for responses that were not "
     yield name, rule + "finished)", exact or not verifies

@@ -303,7 +303,7 @@ def _rules(config: Values) -> Iterator[Check]:
     rule = f"<= rollout.group_size = {rollout.group_size}"
     yield "treepo.roots", rule, fork.roots <= rollout.group_size
     rule = f"match {where} (other rules draw with the noise of the row itself)"
-    yield "rollout.accept", rule, acceptance_rule(config).samples_anew
+    yield "rollout.accept", rule, acceptance_rule(config).samples_every_token
     rule = f"0 {where} (a response has the noise of those that it forked from)"
     yield "rollout.noise_refresh", rule, not rollout.noise_refresh
     yield "rollout.run_ahead", f"False {where}", not config.get("rollout.run_ahead")

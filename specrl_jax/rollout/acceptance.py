@@ -49,7 +49,7 @@ class AcceptanceRule:
     exact = False  # responses are distributed as π, whatever the draft
     # Every token is sampled; a draft token that equals the sampled one is kept. Such a rule reads
     # no stored log-probs.
-    samples_anew = False
+    samples_every_token = False
     needs_distribution = False  # π_old's k likeliest tokens are stored at every position
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
     # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
@@ -60,7 +60,7 @@ class AcceptanceRule:
     accepted_probs: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
     # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
     # Arrays [B, R]; None: the rule has no lenience.
-    lenient_share: ClassVar[Callable[[Any, Array], Array] | None] = None
+    lenience_dependent_share: ClassVar[Callable[[Any, Array], Array] | None] = None
 
     @classmethod
     def of(cls, lenience: float) -> "AcceptanceRule":
@@ -137,7 +137,7 @@ class Ratio(AcceptanceRule):
         """Return (1 - d) max(π / π_old, 1 / ℓ): π over the accepted part of the emitted law."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -self.log_lenience))
 
-    def lenient_share(self, log_ratio):
+    def lenience_dependent_share(self, log_ratio):
         """Return 1 - min(1, r) / min(1, ℓ r), where r = π / π_old."""
         lenience = jnp.where(self.log_lenience > 0, self.log_lenience, 0.0)
         return -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenience, 0))
@@ -202,7 +202,7 @@ class Match(AcceptanceRule):
     """Every token is sampled from π; a draft token that is equal saves a decode step."""
 
     exact = True
-    samples_anew = True
+    samples_every_token = True
 
     def look(self, draft, policy):
         sampled = policy.sample()

@@ -40,7 +40,7 @@ def _is_stop(value: str) -> bool:
 def _keeps_noise(config: Values) -> bool:
     from specrl_jax.rollout.spec import acceptance_rule
 
-    return acceptance_rule(config).samples_anew
+    return acceptance_rule(config).samples_every_token
 
 
 def _draft(config: Values) -> Any:
@@ -65,7 +65,7 @@ TREE = When("rollout.draft", lambda c: _draft(c).make_source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
 GENERATIONS = When("rollout.tree.history", lambda c: c.rollout.tree.history > 1, "2")
-LENIENT = When("rollout.accept", lambda c: _rule(c).lenient_share is not None)
+LENIENT = When("rollout.accept", lambda c: _rule(c).lenience_dependent_share is not None)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
 KEPT_NOISE = When("rollout.accept", _keeps_noise)
 SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")

@@ -33,7 +33,7 @@ def noise_visits(config) -> int:
     It is 1, fresh noise at every visit, unless the rule samples every token anew. Other rules draw
     a new token after a rejection, which must not share its noise with the draft.
     """
-    return config.rollout.noise_epochs if acceptance_rule(config).samples_anew else 1
+    return config.rollout.noise_epochs if acceptance_rule(config).samples_every_token else 1
 
 
 @functools.partial(

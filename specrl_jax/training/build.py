@@ -236,7 +236,7 @@ def _warm_up_policy(
     """
     config = run.config
     model = run.model
-    warm = config.warmup.steps > 0
+    warm = config.sft.steps > 0
     tokenizer = run.responder.tokenizer
     adapts = model.lora and config.model.source
     draft_head = None
@@ -261,7 +261,7 @@ def _warm_up_policy(
 def _reference_to_restore(run: Run, params: Params) -> Reference | None:
     """Return the reference of a run that is resumed, without what its checkpoint holds."""
     config = run.config
-    warm = config.warmup.steps > 0
+    warm = config.sft.steps > 0
     if run.model.lora is None:
         return Reference(params, saved=warm) if config.algorithm.kl_coef else None
     base_params = lora.freeze(run.model, params)
@@ -295,7 +295,7 @@ def resume(
             like.pop("reference", None)
         arrays, host = checkpoints.restore(step, like, partial=True)
     state.restore(host, arrays)
-    if reference is not None and not saved and run.config.warmup.steps:
+    if reference is not None and not saved and run.config.sft.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
         _, state.reference, _ = _warm_up_policy(run, params)
     speculation = state.rollout.speculation
@@ -362,6 +362,6 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         response_slots=settings.response_len,
         generations=settings.draft_age,
         history=spec.draft_history,
-        logprobs=not spec.accept.samples_anew,
+        logprobs=not spec.accept.samples_every_token,
         k=spec.stored_logprobs if spec.accept.needs_distribution or spec.keeps_accepted else 0,
     )

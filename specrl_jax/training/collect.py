@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.responses import Responses, Taken
+from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.generate import RolloutResult
 from specrl_jax.rollout.requests import Requests
@@ -95,9 +95,11 @@ class Collector(StatePart):
         """Return earlier responses for the draft source, newest generation first."""
         return state.store.history(prompts, step=state.step)
 
-    def take(self, state: RolloutState, requests: Requests, result: RolloutResult) -> Taken:
+    def take(
+        self, state: RolloutState, requests: Requests, result: RolloutResult
+    ) -> CompletedGroups:
         """Return the groups whose responses are scored now; keep what waits for another step."""
-        return Taken(np.arange(len(requests.prompts.lens)), result)
+        return CompletedGroups(np.arange(len(requests.prompts.lens)), result)
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
         """Give a rollout's rewards to what chooses the next prompts."""

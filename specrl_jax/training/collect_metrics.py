@@ -54,14 +54,14 @@ def collect_metrics(
             _joined(x.turns.counts for x in rollouts), _joined(x.turns.roles for x in rollouts)
         )
     rule = run.rollout_spec.accept
-    if not rule.samples_anew:
+    if not rule.samples_every_token:
         metrics |= off_policy.measure(batch.rollout, batch.rejected_mass, rule)
     return metrics
 
 
 def rejected_mass(rule: AcceptanceRule, rollouts: Sequence[Responses]) -> float:
     """Estimate the rejected mass of rollouts under a rule; 0 where the rule has no bias."""
-    if rule.samples_anew:
+    if rule.samples_every_token:
         return 0.0
     prefix_lens = _joined(hosts.fetch(x.rollout.prefix_lens) for x in rollouts)
     return off_policy.estimate_rejected_mass(prefix_lens, _joined(x.draft_lens for x in rollouts))

@@ -70,11 +70,11 @@ def cautions(config, spec: RolloutSpec, total_steps: int) -> Iterator[str]:
     if has_critic(config.critic.kind):
         ramps.append(("critic", "critic", total_steps * updates_per_step(config)))
     for section, whose, count in ramps:
-        ramp = config[section].schedule_warmup
+        ramp = config[section].lr_warmup_steps
         if ramp and ramp >= count:
             peak = config[section].learning_rate
             yield (
-                f"{section}.schedule_warmup = {ramp} takes all {count} updates of the {whose}: "
+                f"{section}.lr_warmup_steps = {ramp} takes all {count} updates of the {whose}: "
                 f"its learning rate ends at {count / ramp * peak:.3g} of {peak:g}; lower it"
             )
 
@@ -87,7 +87,7 @@ def updates_per_step(config) -> int:
 
 def critic_only_steps(config) -> int:
     """Return how many of the first steps leave the policy as it is: the critic learns."""
-    return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
+    return config.critic.critic_only_steps if has_critic(config.critic.kind) else 0
 
 
 def policy_updates(config, total_steps: int) -> int:
@@ -103,9 +103,9 @@ def rate_jump(run: Run, state: RunState) -> str:
     now = float(run.schedule(state.updates))
     if math.isclose(now, planned, rel_tol=1e-3):
         return ""
-    schedule = run.config.updates.schedule
+    schedule = run.config.updates.lr_schedule
     return (
         f"warning: the learning rate goes from {last:.3g} in the last update to {now:.3g} in the "
-        f"next, not to {planned:.3g} as planned: updates.schedule = {schedule} now spans "
+        f"next, not to {planned:.3g} as planned: updates.lr_schedule = {schedule} now spans "
         f"{run.total_steps} steps"
     )

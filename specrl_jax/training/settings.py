@@ -13,7 +13,7 @@ def _trackers():
 
 
 BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
-WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+WARM_UP = When("sft.steps", lambda c: c.sft.steps > 0, "100")
 SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
 EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
 # A recipe that fills the slot of the batches' source says when: `EFFECTS`.
@@ -32,7 +32,7 @@ TRAIN = Section("train", "", (
     field("steps", 0, "> 0: exactly this many steps instead; paper 90", integer()),
 ), may_change=RESUMED)
 
-WARMUP = Section("warmup", "supervised stage before step 1", (
+WARMUP = Section("sft", "supervised stage before step 1", (
     field("steps", 600, "optimizer steps; 0: none", integer()),
     field("batch_size", 64, "demonstrations per step", integer(1),
           shards=Shards("update", WARM_UP)),
@@ -96,20 +96,24 @@ def _lengths(config: Values) -> Iterator[Check]:
 
 def _demonstrations(config: Values) -> Iterator[Check]:
     """Yield the rules of solutions that are learned before step 1."""
-    warmup = config.warmup
-    if not warmup.steps:
+    sft = config.sft
+    if not sft.steps:
         return
     source = config.data.source
     field = config.data.solution_field
     endless = config.meaning("data.source").endless
     plays = config.meaning("data.source").plays
     rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
-    yield "warmup.steps", rule, not config.environment.name or (endless and not plays)
+    yield "sft.steps", rule, not config.environment.name or (endless and not plays)
     rule = f"> 0 where data.source is {source} (it has no end)"
-    yield "warmup.examples", rule, warmup.examples > 0 or not endless
+    yield "sft.examples", rule, sft.examples > 0 or not endless
     where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"
     rule = f"0 where {where} (solutions are learned as they are)"
-    yield "warmup.mistake_rate", rule, not warmup.mistake_rate or (endless and not field)
+    yield "sft.mistake_rate", rule, not sft.mistake_rate or (endless and not field)
 
 
 RULES = (_lengths, _demonstrations)
+RENAMED = {
+    f"warmup.{name}": f"sft.{name}"
+    for name in ("steps", "batch_size", "examples", "mistake_rate", "learning_rate")
+}

@@ -41,8 +41,8 @@ _CALLS = 12  # most calls of the compiled function; all calls make the same numb
 # Scalar of an update → the field to lower where it is not finite.
 _MUST_BE_FINITE = {
     "head_weight_norm": "rollout.head.learning_rate",
-    "loss": "warmup.learning_rate",
-    "weight_norm": "warmup.learning_rate",
+    "loss": "sft.learning_rate",
+    "weight_norm": "sft.learning_rate",
 }
 
 
@@ -54,13 +54,13 @@ def warm_up(
     dataset: Dataset,
     base_params: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
-    """Run the stage that `config.warmup` asks for, and print the loss as it goes.
+    """Run the stage that `config.sft` asks for, and print the loss as it goes.
 
     base_params: where `params` are adapters, the weights that the adapters belong to.
 
     Returns the trained `params`, and the draft head; None where the run has no head.
     """
-    settings = config.warmup
+    settings = config.sft
     prompt_len = config.data.prompt_len
     response_len = config.rollout.response_len
     examples = load_warmup_examples(config, settings.examples, dataset)
@@ -104,7 +104,7 @@ def supervise(
 ) -> tuple[Params, DraftHeadState | None]:
     """Train `params` on the demonstrations; return the trained `params` and the draft head.
 
-    settings: `config.warmup`, of which steps, batch_size and learning_rate are read.
+    settings: `config.sft`, of which steps, batch_size and learning_rate are read.
 
     Raises FloatingPointError where the loss or the weights are not finite.
     """

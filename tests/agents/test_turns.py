@@ -312,6 +312,6 @@ def test_a_turn_ends_by_its_own_tokens(make_mesh, name, case):
                 inputs["history"] = ref.history_of(spec, source.tokens.ids, source.lens)
             played, stats, _ = play_by_law(spec, weights, strings, **inputs)
             assert stats.accepted_tokens > 0
-            if spec.accept.samples_anew:  # others have other tokens, by the same law
+            if spec.accept.samples_every_token:  # others have other tokens, by the same law
                 np.testing.assert_array_equal(played.tokens.ids, plain.tokens.ids)
                 assert source is older or not stats.row_steps  # a draft is as long as its turn

@@ -20,7 +20,7 @@ def test_adamw_and_clipping_against_the_formulas(mesh):
     settings = small_runs.small_config(
         {
             "updates.learning_rate": 0.1,
-            "updates.schedule": "linear",
+            "updates.lr_schedule": "linear",
             "updates.weight_decay": 0.05,
             "updates.beta1": 0.8,
             "updates.beta2": 0.95,
@@ -68,7 +68,7 @@ def test_no_clipping_where_the_norm_is_0():
 )
 def test_the_learning_rate_by_step(schedule, ramp, want):
     settings = small_runs.small_config(
-        {"updates.schedule": schedule, "updates.schedule_warmup": ramp}
+        {"updates.lr_schedule": schedule, "updates.lr_warmup_steps": ramp}
     ).updates
     rate = make_schedule(settings, 6)
     got = [float(rate(step)) for step in range(6)]

@@ -135,7 +135,7 @@ def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
     own = ("source=jsonl", f"path={tmp_path}/mine.jsonl", "options.of_mine=(1, 2)")
     done = launch(
-        "launch/train.py", f"{CONFIG}:micro", "--config.warmup.steps=0", "--config.log.tracker=no",
+        "launch/train.py", f"{CONFIG}:micro", "--config.sft.steps=0", "--config.log.tracker=no",
         *(f"--config.data.{field}" for field in own),
     )  # fmt: skip
     assert done.stdout == (

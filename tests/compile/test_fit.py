@@ -115,7 +115,7 @@ def test_the_compiler_needs_no_more_than_was_estimated(make_mesh, kind, shape):
 
 
 def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
-    config = small_runs.small_config(**{"train.steps": 1, "warmup.steps": 0})
+    config = small_runs.small_config(**{"train.steps": 1, "sft.steps": 0})
     run = abstract_run(config)
     need = fit.estimate(run.kept, run.training)
     # The store of a run has its own prompts, so less beside.

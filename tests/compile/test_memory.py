@@ -14,7 +14,7 @@ from specrl_jax.inputs import OutOfMemoryError
 from specrl_jax.models.load import load_shape
 
 # 3 prompt and 6 response slots, 16 tokens, one layer: 16 wide, 2 key/value heads of 4, MLP of 32.
-EVERYTHING = {"warmup.steps": 1, "evaluate.every": 1}
+EVERYTHING = {"sft.steps": 1, "evaluate.every": 1}
 
 
 def _sizes(changes: dict) -> dict[tuple[str, str], float]:
@@ -46,7 +46,7 @@ def test_sizes_are_those_of_the_arrays(mesh):
 @pytest.mark.parametrize(
     ("field", "value", "more", "stage", "part"),
     [
-        ("warmup.batch_size", 10**6, {}, "the warm-up", "activations"),
+        ("sft.batch_size", 10**6, {}, "the warm-up", "activations"),
         ("rollout.response_len", 10**6, {}, "a rollout", "stored drafts"),
         ("evaluate.samples", 10**7, {"rollout.max_rows": 10**8}, "an evaluation", "KV cache"),
         ("rollout.tree.history", 10**9, {"rollout.draft": "tree"}, "a rollout", "stored drafts"),

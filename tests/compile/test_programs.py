@@ -28,11 +28,11 @@ KINDS = {
         "evaluate.samples": 2,
     },
     "tree and head": {
-        "rollout.draft": "tree+head", "rollout.head.vocab": 8, "warmup.steps": 1,
+        "rollout.draft": "tree+head", "rollout.head.vocab": 8, "sft.steps": 1,
         "evaluate.every": 2,
     },
     "previous and tree": {"rollout.draft": "previous+tree", "rollout.draft_age": 2},
-    "PPO": {"critic.kind": "head", "critic.warmup_steps": 1, "evaluate.every": 2},
+    "PPO": {"critic.kind": "head", "critic.critic_only_steps": 1, "evaluate.every": 2},
     "DAPO": {"algorithm.dynamic_sampling": True, "reward.overlong_tokens": 2, **TWO_DIGITS},
     "SPEED": {"curriculum.name": "speed", "curriculum.screening": 2, **TWO_DIGITS},
     "turns": TURNS | {"rollout.row_buckets": 2},
@@ -43,7 +43,7 @@ KINDS = {
     "partial": {"rollout.partial": 4},
     "adapters": {
         "lora.rank": 2, "algorithm.kl_coef": 0.01, "updates.old_logprobs": "recompute",
-        "warmup.steps": 1, "evaluate.every": 2,
+        "sft.steps": 1, "evaluate.every": 2,
     },
 }  # fmt: skip
 SLOW = ["previous and tree", "turns", "run-ahead", "adapters"]

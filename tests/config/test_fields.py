@@ -17,11 +17,11 @@ TREE = {"rollout.draft": "tree"}
 RATIO = {"rollout.accept": "ratio"}
 BLOCK = {"rollout.accept": "block"}
 PPO = {"critic.kind": "network"}
-GUESS = {"environment.name": "guess", "data.source": "guess", "warmup.steps": 0}
+GUESS = {"environment.name": "guess", "data.source": "guess", "sft.steps": 0}
 HF = {"model.source": "a/b", "tokenizer.source": ""}
 CURRENT = {"updates.old_logprobs": "current"}
 DPO = {"algorithm.objective": "dpo", "algorithm.kl_coef": 0.1}
-FILE = {"data.source": "jsonl", "data.path": __file__, "warmup.steps": 0}
+FILE = {"data.source": "jsonl", "data.path": __file__, "sft.steps": 0}
 
 
 class Idle(NamedTuple):
@@ -49,9 +49,9 @@ IDLE_BY_REASON = [
     Idle(FILE, "data.path", __file__, "FOLDER", {"data.split": "test", "data.eval_split": "test"}),
     Idle({"data.render": "a:b"}, "data.render", "a:b", "",
      {"data.prompt_field": "q", "data.answer_field": "a", "data.answer_pattern": "(a)"}),
-    Idle({"warmup.steps": 0}, "warmup.steps", "0", "100",
-     {"data.solution_field": "s", "warmup.batch_size": 8, "warmup.examples": 8,
-      "warmup.mistake_rate": 0.1, "warmup.learning_rate": 0.1}),
+    Idle({"sft.steps": 0}, "sft.steps", "0", "100",
+     {"data.solution_field": "s", "sft.batch_size": 8, "sft.examples": 8,
+      "sft.mistake_rate": 0.1, "sft.learning_rate": 0.1}),
     Idle(GUESS, "environment.name", "guess", "",
      {"reward.name": "math", "reward.format": ".*"}),
     Idle({}, "reward.name", "exact", "math+format", {"reward.format": ".*"}),
@@ -107,7 +107,7 @@ IDLE_BY_REASON = [
     Idle({}, "algorithm.kl_coef", "0.0", "0.001", {"algorithm.kl_estimator": "k2"}),
     Idle({}, "algorithm.dynamic_sampling", "False", "True", {"algorithm.max_gen_batches": 4}),
     Idle({}, "critic.kind", "none", "head",
-     {"critic.learning_rate": 0.001, "critic.schedule_warmup": 1, "critic.warmup_steps": 1,
+     {"critic.learning_rate": 0.001, "critic.lr_warmup_steps": 1, "critic.critic_only_steps": 1,
       "critic.coef": 0.5, "critic.clip": 0.2, "critic.gamma": 1.0, "critic.gae_lambda": 1.0}),
     Idle({}, "curriculum.name", "uniform", "speed",
      {"curriculum.screening": 4, "curriculum.low": 0.1, "curriculum.high": 0.9,
@@ -155,7 +155,7 @@ ALLOWED = [
     ("data.split", "test", FILE | {"data.path": "folder"}),
     ("data.eval_path", "x.jsonl", GUESS),
     ("data.eval_split", "test", FILE | {"data.eval_path": "folder"}),
-    ("data.solution_field", "s", {"algorithm.solution_coef": 0.1, "warmup.steps": 0}),
+    ("data.solution_field", "s", {"algorithm.solution_coef": 0.1, "sft.steps": 0}),
     ("reward.timeout", 1.0, {}),
 ]
 
@@ -178,7 +178,7 @@ def test_a_field_that_was_given_and_does_nothing_is_refused(field, value, reason
 
 
 def test_options_that_nobody_reads_are_refused():
-    config = _config("data.source", "jsonl", {"warmup.steps": 0})
+    config = _config("data.source", "jsonl", {"sft.steps": 0})
     config.tokenizer.template_options.mine = 1
     config.data.options.mine = 1
     assert line_of(SCHEMA.validate, config, given=["tokenizer.template_options.mine"]) == (

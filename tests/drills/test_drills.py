@@ -34,7 +34,7 @@ from specrl_jax.training import collect, session
 
 # A checkpoint at every step: a kill finds one under way more often than not.
 CHANGES = {
-    "warmup.steps": 3, "evaluate.every": 3, "evaluate.samples": 2, "checkpoint.every": 1,
+    "sft.steps": 3, "evaluate.every": 3, "evaluate.samples": 2, "checkpoint.every": 1,
     "checkpoint.keep_last": 2, "rollout.draft": "previous+tree", "rollout.adaptive": False,
     "log.rollouts": 1.0,
 }  # fmt: skip

@@ -345,7 +345,7 @@ def test_a_generator_gives_what_the_run_has_not_seen():
     assert len(task.examples) == 6
     seen = {example.prompt for example in data.train + data.eval}
     assert not {example.prompt for example in task.examples} & seen
-    config.warmup.steps = config.warmup.examples = 6
+    config.sft.steps = config.sft.examples = 6
     line = line_of(eval_tasks.load_task, "sort", config, 0, lambda config: config)
     assert line == "--tasks: sort must hold at least one question that the run has not seen"
     other = eval_tasks.load_task("sort:min_value=8", config, 2, lambda config: config)

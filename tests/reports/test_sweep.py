@@ -241,7 +241,7 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
         ("ended with 2: step 12: policy: loss is nan, 2 updates in a row; lower updates.learning_r"
          "ate, now 1.0; go on from a checkpoint (0, 8) in a new --workdir; see output.txt",
          "diverged at step 12: policy: loss is nan, 2 updates in a row"),
-        ("ended with 2: warm-up: loss is inf by step 4; lower warmup.learning_rate; see o",
+        ("ended with 2: warm-up: loss is inf by step 4; lower sft.learning_rate; see o",
          "diverged at warm-up: loss is inf by step 4"),
         ("ended with -9: it said nothing; see output.txt", "failed: it said nothing"),
         ("ended with 2: step size is information; see o", "failed: step size is information"),

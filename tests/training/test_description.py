@@ -34,24 +34,24 @@ def test_one_token_alone(mesh, changes, expected):
 
 
 def test_a_ramp_that_takes_the_whole_run(mesh):
-    ramp = "updates.schedule_warmup"
+    ramp = "updates.lr_warmup_steps"
     count = policy_updates(small_config({}), 3)
     assert lines({ramp: count - 1}) == []
     rate = {"updates.learning_rate": 1e-3}
     for warmup, share in ((count, 1.0), (2 * count, 0.5)):
         (line,) = lines(rate | {ramp: warmup})
         assert line == (
-            f"updates.schedule_warmup = {warmup} takes all {count} updates of the policy: its "
+            f"updates.lr_warmup_steps = {warmup} takes all {count} updates of the policy: its "
             f"learning rate ends at {share * 1e-3:.3g} of 0.001; lower it"
         )
-    (line,) = lines({"critic.schedule_warmup": 99}, "ppo")
-    assert line.startswith("critic.schedule_warmup = 99 takes all ")
+    (line,) = lines({"critic.lr_warmup_steps": 99}, "ppo")
+    assert line.startswith("critic.lr_warmup_steps = 99 takes all ")
 
 
 def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
     """One line on a resume that is longer; none on one that goes on as planned."""
     changes = {
-        "updates.schedule": "linear", "updates.learning_rate": 1e-3, "updates.schedule_warmup": 0,
+        "updates.lr_schedule": "linear", "updates.learning_rate": 1e-3, "updates.lr_warmup_steps": 0,
         "checkpoint.every": 1, "updates.skip_no_signal": False,
     }  # fmt: skip
     loop.train(small_config(changes | {"train.steps": 4}), tmp_path / "run")
@@ -63,9 +63,9 @@ def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
     last = 1e-3 / (4 * per_step)
     assert line == (
         f"warning: the learning rate goes from {last:.3g} in the last update to 0.0005 in the "
-        "next, not to 0 as planned: updates.schedule = linear now spans 8 steps"
+        "next, not to 0 as planned: updates.lr_schedule = linear now spans 8 steps"
     )
-    steady = changes | {"updates.schedule": "constant", "train.steps": 1}
+    steady = changes | {"updates.lr_schedule": "constant", "train.steps": 1}
     loop.train(small_config(steady), tmp_path / "steady")
     loop.train(small_config(steady | {"train.steps": 2}), tmp_path / "steady")
     assert "warning: the learning rate" not in capsys.readouterr().out

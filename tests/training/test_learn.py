@@ -131,8 +131,8 @@ def test_a_step_without_any_signal(mesh, tmp_path, changes):
 def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mesh, tmp_path, kind):
     """In the two warm-up steps the policy and its moments stay as they are, to the bit."""
     changes = {
-        "critic.kind": kind, "critic.warmup_steps": 2, "checkpoint.every": 1,
-        "checkpoint.keep_last": 9, "updates.schedule_warmup": 2,
+        "critic.kind": kind, "critic.critic_only_steps": 2, "checkpoint.every": 1,
+        "checkpoint.keep_last": 9, "updates.lr_warmup_steps": 2,
     }  # fmt: skip
     loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
     steps = records(tmp_path / "run")[1:]

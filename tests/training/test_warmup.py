@@ -79,7 +79,7 @@ def test_three_steps_are_those_of_a_plain_loop(make_mesh, devices):
 
 def test_divergence_is_one_line_with_its_field(mesh):
     settings = types.SimpleNamespace(steps=1, batch_size=2, learning_rate=1e30)
-    message = r"^warm-up: weight_norm is inf by step 1; lower warmup.learning_rate, now 1e\+30$"
+    message = r"^warm-up: weight_norm is inf by step 1; lower sft.learning_rate, now 1e\+30$"
     with pytest.raises(FloatingPointError, match=message):
         warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
 
@@ -87,7 +87,7 @@ def test_divergence_is_one_line_with_its_field(mesh):
 @pytest.fixture
 def parts(mesh):
     """(config, tokenizer, data set) of a small run with a short warm-up."""
-    config = small_runs.small_config({"warmup.steps": 2, "warmup.mistake_rate": 0.5})
+    config = small_runs.small_config({"sft.steps": 2, "sft.mistake_rate": 0.5})
     return config, CharacterTokenizer(config.tokenizer.alphabet), prompts.load_examples(config)
 
 
@@ -112,7 +112,7 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     make = lambda prompt, answer: prompts.make_example(prompt, answer, "", {})  # noqa: E731
     pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "4")]
     monkeypatch.setattr(warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs])
-    config.warmup.mistake_rate = 0.0
+    config.sft.mistake_rate = 0.0
     warmup.warm_up(config, None, None, tokenizer, dataset)
     (data,) = seen
     one, three = tokenizer.encode("1>"), tokenizer.encode("3>")
@@ -133,7 +133,7 @@ def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkey
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.data.update({"source": "jsonl", "path": str(path), "prompts": 0, "eval_prompts": 1})
     config.data.update({"prompt_field": "q", "answer_pattern": ";(.)", "solution_field": "work"})
-    config.warmup.update({"mistake_rate": 0.0, "examples": 3})
+    config.sft.update({"mistake_rate": 0.0, "examples": 3})
     tokenizer = CharacterTokenizer(config.tokenizer.alphabet)
     seen = []
     monkeypatch.setattr(warmup, "supervise", lambda *args: seen.append(args[2]))
@@ -144,7 +144,7 @@ def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkey
     )
     np.testing.assert_array_equal(seen[0].tokens, [[*tokenizer.encode("3>1 2"), 1, 0, 0, 0]])
     np.testing.assert_array_equal(seen[0].prompt_lens, [2])
-    config.warmup.examples = 0
+    config.sft.examples = 0
     warmup.warm_up(config, None, None, tokenizer, prompts.load_examples(config))
     np.testing.assert_array_equal(seen[1].tokens[:, 0], tokenizer.encode("36"))  # 7 is held out
     config.data.solution_field = "works"

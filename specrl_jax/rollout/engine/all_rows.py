@@ -182,7 +182,7 @@ def read_rollout(
     accepted_probs = None
     if spec.keeps_accepted:
         accepted_probs = _accepted_probs(spec, tokens, drafts, rows)
-    if drafts is not None and not spec.accept.samples_anew:
+    if drafts is not None and not spec.accept.samples_every_token:
         reused = inside & (tokens.sources == Source.REUSED)
         origin_logprobs = jnp.where(reused, drafts.tokens.origin_logprobs, origin_logprobs)
         origin_steps = jnp.where(reused, drafts.tokens.origin_steps, origin_steps)

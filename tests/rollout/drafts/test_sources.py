@@ -82,6 +82,6 @@ def test_a_source_is_chosen_by_its_name(monkeypatch):
     config = small_config({"rollout.draft": "repeat", "rollout.max_width": 3})
     spec = RolloutSpec.from_config(config, ref.MODEL, eos_ids=(1,), pad_id=0)
     assert spec.draft_source == RepeatLast()
-    assert spec.accept.samples_anew
+    assert spec.accept.samples_every_token
     assert spec.max_width == 3
     assert spec.draft_history == 0

@@ -254,7 +254,7 @@ def expect(case: Case, params) -> tuple:
         tokens = case.drafts.tokens.ids[row, draft]
         new = sampled[row, begun:R][np.arange(R - begun), case.drafts.tokens.ids[row, begun:]]
         old = case.drafts.tokens.sampling_logprobs[row, begun:]
-        if rule.samples_anew:
+        if rule.samples_every_token:
             right = tokens == anew[row, draft]
         elif rule.cuts_draft:
             right = np.ones(len(tokens), bool)
