@@ -35,20 +35,30 @@ class Table(collections.UserDict):
     def data(self) -> dict[str, Any]:
         """Return the choices. Raises ValueError in one line where two have a name."""
         choices = dict(self._own)
+        for name, (choice, _) in self._added.items():
+            if name in choices:
+                raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
+            choices[name] = choice
+        return choices
+
+    @property
+    def _added(self) -> dict[str, tuple[Any, ModuleType]]:
+        """Return the choices of recipes, each with its recipe; raises as `data` does."""
+        found: dict[str, tuple[Any, ModuleType]] = {}
         for module in modules():
             added = getattr(module, self._name, {})
             if isinstance(added, Table):  # imported from the core
                 continue
             for name, choice in added.items():
-                if name in choices:
+                if name in found:
                     raise ValueError(f"{self._name} must have each name once, got {name!r} twice")
-                choices[name] = choice
-        return choices
+                found[name] = choice, module
+        return found
 
     @property
-    def added(self) -> list[str]:
-        """Return the names that recipes have added."""
-        return [name for name in self.data if name not in self._own]
+    def added(self) -> dict[str, str]:
+        """Return the names that recipes have added, each with the name of its file."""
+        return {name: module.__name__.split(".")[-1] for name, (_, module) in self._added.items()}
 
 
 def declared(name: str) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from specrl_jax.config.fields import Field, Rules, Section, Values, When
-from specrl_jax.config.kinds import flatten, get
+from specrl_jax.config.kinds import Kind, flatten, get
 
 ORIGIN = "resume_from"  # of the command line, saved beside the fields of a run
 _SEE = "docs/fields.md"
@@ -51,11 +51,10 @@ class Schema:
     def comments(self) -> dict[str, str]:
         """Return the comment of every field, and of the options that have a default.
 
-        The names that others have added to a table of choices follow those of the comment.
+        The names that recipes have added to a table of choices follow, each with its file.
         """
         rows = {name: row for x in self.sections for name, row in x.paths().items()}
-        added = {name: getattr(row.kind.table(), "added", ()) for name, row in rows.items()}
-        return {name: " | ".join([row.comment, *added[name]]) for name, row in rows.items()}
+        return {name: " | ".join([row.comment, *_added(row.kind)]) for name, row in rows.items()}
 
     def defaults(self) -> ConfigDict:
         """Return a configuration of all fields with their defaults."""
@@ -224,3 +223,8 @@ def _check_shards(sizes: Mapping[str, int], mesh: Any, fields: str) -> None:
             above = below + shards
             fits = f"{below} or {above} fits" if below else f"{above} fits"
             _require(field, f"divisible by {fields} = {shards} ({fits})", size)
+
+
+def _added(kind: Kind) -> list[str]:
+    names = getattr(kind.table(), "added", {})
+    return [x if x == file else f"{x} ({file}.py)" for x, file in names.items()]

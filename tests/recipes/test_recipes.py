@@ -51,10 +51,10 @@ def test_two_that_want_a_slot_are_refused(monkeypatch):
 def test_a_table_has_the_choices_of_recipes(monkeypatch):
     """What a recipe imports from the core is not its own; a name is used once."""
     table = registry.Table("SIDES", {"left": 1})
-    added = types.SimpleNamespace(SIDES={"right": 2})
+    added = types.SimpleNamespace(SIDES={"right": 2}, __name__="recipes.guest")
     monkeypatch.setattr(registry, "modules", lambda: [types.SimpleNamespace(SIDES=table), added])
     assert list(table.items()) == [("left", 1), ("right", 2)]
-    assert table.added == ["right"]
+    assert table.added == {"right": "guest"}
     table["up"] = 3  # as a user adds one
     assert table["up"] == 3
     twice = registry.Table("SIDES", {"right": 1})

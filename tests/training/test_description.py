@@ -51,7 +51,8 @@ def test_a_ramp_that_takes_the_whole_run(mesh):
 def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
     """One line on a resume that is longer; none on one that goes on as planned."""
     changes = {
-        "updates.lr_schedule": "linear", "updates.learning_rate": 1e-3, "updates.lr_warmup_steps": 0,
+        "updates.lr_schedule": "linear", "updates.lr_warmup_steps": 0,
+        "updates.learning_rate": 1e-3,
         "checkpoint.every": 1, "updates.skip_no_signal": False,
     }  # fmt: skip
     loop.train(small_config(changes | {"train.steps": 4}), tmp_path / "run")
