@@ -160,7 +160,7 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, 
         with clock.timed("time/rollout"):
             taken = state.collector.take(state, requests, result)
         responses = run.responder.score(spec, requests.prompts, taken, clock)
-        rollouts.append(state.observe(responses, requests, previous))
+        rollouts.append(state.store_responses(responses, requests, previous))
     collected = state.collector.finish_step(state, rollouts)
     mass = rejected_mass(run.rollout_spec.accept, rollouts)
     collected = dataclasses.replace(collected, rejected_mass=mass)

@@ -23,10 +23,10 @@ from specrl_jax.types import Source
 
 
 def collect_metrics(
-    run: Run, state: RolloutState, batch: Collected, rollouts: Sequence[Responses]
+    run: Run, state: RolloutState, collected: Collected, rollouts: Sequence[Responses]
 ) -> dict[str, float]:
-    """Return the metrics of all rollouts of the step that has `batch`."""
-    metrics = batch.metrics | _reward_metrics(run, batch, rollouts)
+    """Return the metrics of all rollouts of a step."""
+    metrics = collected.metrics | _reward_metrics(run, collected, rollouts)
     metrics["data/prompts_seen"] = state.prompts_seen
     metrics["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     metrics["rollout/draft_store_gib"] = state.store.nbytes / 2**30
@@ -55,7 +55,7 @@ def collect_metrics(
         )
     rule = run.rollout_spec.accept
     if not rule.samples_every_token:
-        metrics |= off_policy.measure(batch.rollout, batch.rejected_mass, rule)
+        metrics |= off_policy.measure(collected.rollout, collected.rejected_mass, rule)
     return metrics
 
 

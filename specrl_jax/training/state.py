@@ -61,7 +61,9 @@ class RolloutState:
         noise_steps = self.kept_noise.noise_steps(prompts, self.step)
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
-    def observe(self, responses: Responses, requests: Requests, previous: Drafts) -> Responses:
+    def store_responses(
+        self, responses: Responses, requests: Requests, previous: Drafts
+    ) -> Responses:
         """Take in a rollout's responses; return them with the last responses and noise marks.
 
         The responses are the next drafts of their prompts. Their rewards choose the next prompts
