@@ -364,8 +364,10 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
             start = time.perf_counter()
             state = drafts if width > 1 else None
             result = decode_steps(spec, weights, cache, rows, state, stop, width=width)
-            cache, rows, state, *_ = jax.block_until_ready(result)
+            made, _ = jax.block_until_ready(result)
             times.append(time.perf_counter() - start)
-            drafts = drafts if state is None else state
+            cache = made.cache
+            rows = made.rows
+            drafts = drafts if made.draft_state is None else made.draft_state
         seconds[width] = min(times) / _TIMED_STEPS
     return seconds

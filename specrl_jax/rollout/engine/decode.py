@@ -13,7 +13,7 @@ differs from the draft token ends the step. So a draft changes no token: it only
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,17 @@ class StopCondition:
         )
 
 
+class Decoding(NamedTuple):
+    """What decode steps of one width change, and what they have cost so far."""
+
+    cache: KVCache  # of the policy's layers, then of the draft head's
+    rows: Rows
+    draft_state: Any  # of `spec.draft_source`
+    steps: Array  # int32
+    by_accepted: Array  # int32 [W], row steps by accepted draft tokens, 0 ... W - 1; 0 where W is 1
+    emitted_drafts: Array  # int32, accepted draft tokens that rows got
+
+
 @functools.partial(
     jax.jit,
     static_argnames="width",
@@ -83,29 +94,27 @@ def decode_steps(
     stop: StopCondition,
     *,
     width: int,
-) -> tuple[KVCache, Rows, Any, Array, Array, Array]:
+) -> tuple[Decoding, Array]:
     """Make steps of one width until a stop condition holds.
 
     draft_state: state of `spec.draft_source`. Where width > 1 the draft source proposes tokens, and
     the draft head proposes the tokens after them. The cache needs slots for prompt, response and
     the draft tokens of a step.
 
-    Returns cache, rows, draft state; the number of steps, int32; counts int32 [W + 1]: row steps
-    with 0 ... W - 1 accepted draft tokens, then the accepted tokens that were emitted, all 0 where
-    W is 1; and what `count_unfinished` returns.
+    Returns what they changed, and what `count_unfinished` returns.
     """
 
-    def goes_on(state: tuple) -> Array:
-        _, rows, _, steps, _ = state
-        awaited, every = count_unfinished(rows).T
-        more = (jnp.sum(awaited) > stop.max_left) & (steps < stop.max_steps)
+    def keep_going(state: Decoding) -> Array:
+        awaited, every = count_unfinished(state.rows).T
+        more = (jnp.sum(awaited) > stop.max_left) & (state.steps < stop.max_steps)
         more &= jnp.max(every) > stop.max_unfinished
         return more & jnp.all(every > stop.refill_at)
 
-    state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
+    zero = jnp.int32(0)
+    state = Decoding(cache, rows, draft_state, zero, jnp.zeros(width, jnp.int32), zero)
     step = functools.partial(_step, spec, weights, width)
-    cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
-    return cache, rows, draft_state, steps, counts, count_unfinished(rows)
+    state = jax.lax.while_loop(keep_going, step, state)
+    return state, count_unfinished(state.rows)
 
 
 def decode_inputs(shapes: RolloutShapes, size: int, width: int) -> tuple:
@@ -116,12 +125,15 @@ def decode_inputs(shapes: RolloutShapes, size: int, width: int) -> tuple:
     return shapes.spec, shapes.weights, cache, rows, draft_state, stop
 
 
-def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
-    """Make a step of the state: cache, rows, draft state, steps, counts as in `decode_steps`."""
-    cache, rows, draft_state, steps, counts = state
+def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> Decoding:
+    """Make a step."""
+    rows = state.rows
+    draft_state = state.draft_state
+    by_accepted = state.by_accepted
+    emitted_drafts = state.emitted_drafts
     model = Transformer(spec.model, weights)
-    head_cache = cache[spec.model.num_layers :]
-    cache = cache[: spec.model.num_layers]
+    cache = state.cache[: spec.model.num_layers]
+    head_cache = state.cache[spec.model.num_layers :]
     # A finished row feeds slot 0, so kernels read few of its slots. A row that waits for its
     # environment keeps its position, and so its keys and values.
     gone = rows.index == PADDING if spec.turns else rows.done
@@ -146,12 +158,12 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple
         new_rows = dataclasses.replace(new_rows, last_state=last_state)
     if width > 1:
         matched = ~rows.done[:, None] & (accepted[:, None] == jnp.arange(width)[None, :])
-        matched = jnp.sum(matched, axis=0, dtype=jnp.int32)
-        kept = jnp.sum(jnp.minimum(accepted, emitted), dtype=jnp.int32)
-        counts += jnp.append(matched, kept)
+        by_accepted += jnp.sum(matched, axis=0, dtype=jnp.int32)
+        emitted_drafts += jnp.sum(jnp.minimum(accepted, emitted), dtype=jnp.int32)
         if spec.draft_source is not None:
             draft_state = spec.draft_source.observe(draft_state, rows, sampled.ids, emitted)
-    return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
+    cache = (*cache, *head_cache)
+    return Decoding(cache, new_rows, draft_state, state.steps + 1, by_accepted, emitted_drafts)
 
 
 def count_unfinished(rows: Rows) -> Array:

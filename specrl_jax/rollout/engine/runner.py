@@ -238,22 +238,24 @@ class Runner:
         """
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
-        self.cache, self.rows, draft_state, steps, counts, unfinished = decode_steps(
+        made, unfinished = decode_steps(
             self.spec, self.weights, self.cache, self.rows, draft_state, stop, width=width
         )
+        self.cache = made.cache
+        self.rows = made.rows
         if width > 1:
-            self.draft_state = draft_state
+            self.draft_state = made.draft_state
         else:
             self.draft_state_stale = True
-        steps, counts = self._fetch_counts((steps, counts), unfinished)
+        counts = (made.steps, made.by_accepted, made.emitted_drafts)
+        steps, by_accepted, drafted = self._fetch_counts(counts, unfinished)
         steps = int(steps)
-        *histogram, drafted = counts.tolist()
         self.stats.decode_seconds += time.perf_counter() - start
         self.stats.decode_steps += steps
         self.stats.row_steps += steps * self.size
-        self.stats.drafted_tokens += drafted
+        self.stats.drafted_tokens += int(drafted)
         self.stats.decode_runs.append((self.size, width, steps))
-        return steps, histogram
+        return steps, by_accepted.tolist()
 
     def _fetch_counts(self, counts: Any, unfinished: Any) -> Any:
         """Fetch a program's counts; update the numbers of unfinished rows, and `finished`."""

@@ -60,12 +60,13 @@ def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     if stored is not None:
         state = suffix_match.sync(index_of(*stored), rows.tokens.ids, rows.lens)
     stop = StopCondition.of(**bounds)
-    cache, rows, _, made, counts, numbers = decode_steps(
-        spec, weights, cache, rows, state, stop, width=width
+    made, numbers = decode_steps(spec, weights, cache, rows, state, stop, width=width)
+    counts = types.SimpleNamespace(
+        steps=int(made.steps),
+        matched=np.asarray(made.by_accepted),
+        drafted=int(made.emitted_drafts),
     )
-    *matched, drafted = np.asarray(counts).tolist()
-    counts = types.SimpleNamespace(steps=int(made), matched=np.array(matched), drafted=drafted)
-    return cache, rows, counts, np.asarray(numbers).tolist()
+    return made.cache, made.rows, counts, np.asarray(numbers).tolist()
 
 
 def texts_of(rows, name="ids") -> list[list[int]]:
