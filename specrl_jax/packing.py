@@ -8,9 +8,10 @@ nothing lie one after the other. After Prefix Grouper (arXiv 2506.05433), which 
 NumPy, on the host: takes tokens in, gives arrays out, knows no model.
 """
 
+import bisect
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,8 +71,7 @@ def pack(
     """
     nodes = [np.empty(0, np.int32)] * len(lens)
     rows = [tokens[row, :size] for row, size in enumerate(lens)]
-    # As bytes in this order tokens compare as numbers do: a row is before those that go on from it.
-    keys = [row.astype(">i4").tobytes() for row in rows]
+    keys = [_key(row) for row in rows]
     order = sorted(np.flatnonzero(lens).tolist(), key=keys.__getitem__)
     shared = np.zeros(len(order), int)
     if packing.share:
@@ -101,6 +101,42 @@ def pack(
     whole = Sequences(*(x.reshape(sequences, length) for x in packed))
     begins = (np.arange(sequences, dtype=np.int32) * length)[:, None]
     return whole._replace(ends=whole.ends - begins, parents=whole.parents - begins), nodes
+
+
+class TextSet:
+    """Set of texts, each with a value, in the order of a trie."""
+
+    def __init__(self):
+        self._keys: list[bytes] = []  # sorted
+        self._values: dict[bytes, Any] = {}
+
+    def add(self, text: np.ndarray, value: Any = None) -> int:
+        """Add a text, int32 [n]; return how many of its n prefixes are new."""
+        key = _key(text)
+        known, _ = self.nearest(text)
+        if key not in self._values:
+            bisect.insort(self._keys, key)
+        self._values[key] = value
+        return len(text) - known
+
+    def nearest(self, text: np.ndarray) -> tuple[int, Any]:
+        """Return the most tokens with which a text of the set begins as this one, and its value."""
+        key = _key(text)
+        if key in self._values:
+            return len(text), self._values[key]
+        place = bisect.bisect_left(self._keys, key)
+        best = (0, None)
+        # No other text has more in common with it than its neighbours.
+        for other in self._keys[max(place - 1, 0) : place + 1]:
+            common = _common(text, np.frombuffer(other, ">i4"))
+            if common > best[0]:
+                best = (common, self._values[other])
+        return best
+
+
+def _key(text: np.ndarray) -> bytes:
+    """Return a text as bytes that compare as its tokens do: a text is before its continuations."""
+    return text.astype(">i4").tobytes()
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

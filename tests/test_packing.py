@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.packing import PACKINGS, TextSet, pack
 
 # Rows that share beginnings: equal ones, one that is the beginning of another, an empty one.
 ROWS = [[7, 1, 2], [7, 1], [7, 3], [7, 1, 2], [8], []]
@@ -41,6 +41,24 @@ def test_a_trie_that_is_too_long_is_cut_between_rows_and_repeats_what_they_share
     tries, _ = pack(tokens, lens, 4, PACKINGS["trie"])
     np.testing.assert_array_equal(tries.tokens, [[7, 1, 2, 3], [7, 1, 4, 5]])
     np.testing.assert_array_equal(tries.ends, [[4, 4, 3, 4], [4, 4, 3, 4]])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_set_counts_the_slots_of_a_trie(seed):
+    """New prefixes add up to the distinct ones; the nearest text shares most, and has its value."""
+    rows = [np.array(row, np.int32) for row in _random_rows(seed) if row]
+    texts = TextSet()
+    before = []
+    total = 0
+    for number, row in enumerate(rows):
+        shared = [next((i for i, (a, b) in enumerate(zip(x, row)) if a != b), min(len(x), len(row)))
+                  for x in before]  # fmt: skip
+        most, value = texts.nearest(row)
+        assert most == max(shared, default=0)
+        assert value is None if not most else shared[value] == most
+        total += texts.add(row, number)
+        before.append(row)
+    assert total == len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
 
 
 def test_rows_lie_one_after_the_other_or_one_in_a_sequence():

@@ -5,8 +5,10 @@ lengths are random; rows of a group share their prompt. Nothing is computed on a
 responses and their rewards are not timed: they are what the tokenizer and the task take.
 """
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import optax
@@ -14,16 +16,22 @@ import optax
 from specrl_jax.algorithms.scoring import RowTokens, pack_rows
 from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.benchmarks.rollout import SIZES, Log, Report, seconds_of
-from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import pack_texts
+from specrl_jax.packing import TextSet
+from specrl_jax.rollout.engine.buckets import WINDOW_SLOTS, Buckets
+from specrl_jax.rollout.engine.extend import PackedTexts, Texts, pack_texts
+from specrl_jax.rollout.engine.scheduler import whole_groups
+from specrl_jax.sharding import CHUNK_TOKENS
 
 ROWS = 8_192  # of a step
 # Seconds of the paper's step with drafts on eight H100s: rollout, verification and assembly, both
 # passes for log-probs, and the update (its table of GRPO with 1.7B parameters).
 STEP_SECONDS = 135.2 + 22.1 + 1.5 + 17 + 16 + 70
 _SHARDS = 8
+_GROUP = 8  # rows that share a prompt
 _AT_ONCE = 64  # rows that a shard computes at once
 _REPEATS = 3
+# Share of its draft that a row keeps, by case; None: there are no drafts.
+FILLS = {"no drafts": None, "half of each draft kept": 0.5, "all kept": 1.0}
 _MEDIAN = 1_000  # tokens of a response
 _SIGMA = 0.8  # of the logarithm of their number
 
@@ -50,6 +58,8 @@ def measure_host(config, log: Log) -> Report:
         seconds = min(seconds_of(part) for _ in range(_REPEATS))
         figures.append({"part": name, "seconds": seconds, "of_a_step": seconds / STEP_SECONDS})
         log(f"{name}: {seconds:.3f} s")
+    for name, kept in FILLS.items():
+        figures.append({"part": f"slots of rows that begin: {name}"} | _fill(model, host, kept))
     tokens = int(host.prompt_lens.sum() + host.response_lens.sum())
     return Report(f"host: {ROWS:,} rows, {tokens / 1e6:.1f}M tokens; a step of the paper", figures)
 
@@ -76,22 +86,92 @@ def random_rows(config, vocab: int, rows: int) -> RowTokens:
 
 def _pack_as_they_begin(model, host: RowTokens) -> None:
     """Pack whole rows as drafts, as many on each shard at a time as begin together."""
-    rows = len(host.tokens)
-    shards = min(_SHARDS, rows)
-    own = rows // shards
-    at_once = min(_AT_ONCE, own)
-    buckets = Buckets(
+    buckets = _buckets(model, host)
+    own = len(host.tokens) // buckets.shards
+    begin = buckets.refill
+    for first in range(0, own - begin + 1, begin):
+        index = [np.arange(first, first + begin) for _ in range(buckets.shards)]
+        chosen = np.concatenate([x + shard * own for shard, x in enumerate(index)])
+        _pack(buckets, host, chosen, index, host.response_lens)
+
+
+def _buckets(model, host: RowTokens, most_shards: int = _SHARDS) -> Buckets:
+    shards = min(most_shards, len(host.tokens))
+    return Buckets(
         model,
-        at_once * shards,
+        min(_AT_ONCE, len(host.tokens) // shards) * shards,
         prompt_slots=host.tokens.shape[1] - host.slots,
         response_slots=host.slots,
         row_buckets=1,
         shards=shards,
     )
-    begin = buckets.refill
-    for first in range(0, own - begin + 1, begin):
-        index = [np.arange(first, first + begin) for _ in range(shards)]
-        chosen = np.concatenate([x + shard * own for shard, x in enumerate(index)])
-        tokens = host.tokens[chosen]
-        lens = host.prompt_lens[chosen] + host.response_lens[chosen]
-        pack_texts(buckets, tokens, lens, index, host.response_lens[chosen])
+
+
+def _pack(buckets: Buckets, host: RowTokens, rows, row_ids, draft_lens: np.ndarray) -> PackedTexts:
+    known = host.prompt_lens[rows]
+    drafts = draft_lens[rows]
+    return pack_texts(buckets, Texts(host.tokens[rows], known + drafts, known, row_ids, drafts))
+
+
+def _fill(model, host: RowTokens, kept: float | None) -> dict[str, float]:
+    """Return how full the sequences are in which a shard's rows begin, as on an accelerator.
+
+    kept: share of its draft that a row keeps; None: there are no drafts.
+    """
+    own = len(host.tokens) // min(_SHARDS, len(host.tokens))
+    host = RowTokens(
+        host.tokens[:own], host.prompt_lens[:own], host.response_lens[:own], host.slots
+    )
+    draft_lens = host.response_lens * (kept is not None)
+    kept_lens = (host.response_lens * (kept or 0.0)).astype(np.int32)
+    totals = np.zeros(4, int)  # slots computed, with a token, read, of prompts
+    seen = TextSet()
+    new = 0
+    calls = 0
+    with mock.patch.dict(WINDOW_SLOTS, clear=True), mock.patch.dict(CHUNK_TOKENS, clear=True):
+        buckets = _buckets(model, host, 1)
+        for rows in _admissions(buckets, host.response_lens - kept_lens):
+            packed = _pack(buckets, host, rows, [rows], draft_lens)
+            order = packed.row_ids[0, : len(rows)]
+            known = host.prompt_lens[order]
+            totals += _count(packed, [known + draft_lens[order], known + kept_lens[order], known])
+            calls += 1
+            for row in rows:
+                new += seen.add(host.tokens[row, : host.prompt_lens[row]])
+    computed, filled, read, prompts = totals.tolist()
+    shares = {
+        "fill": read - prompts + new,
+        "empty": computed - filled,
+        "repeated": prompts - new,
+        "rejected": filled - read,
+    }
+    return {"calls": calls} | {name: count / computed for name, count in shares.items()}
+
+
+def _admissions(buckets: Buckets, steps: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the rows that begin together on one shard. steps: int [B], decode steps of each row."""
+    queue = list(range(len(steps)))
+    ends: list[int] = []  # a heap: steps at which running rows are done
+    now = 0
+    while queue:
+        enough = min(len(queue), buckets.refill)
+        while buckets.sizes[0] - len(ends) < enough or (ends and ends[0] <= now):
+            now = max(now, heapq.heappop(ends))
+        most = min(len(queue), buckets.sizes[0] - len(ends))
+        count = whole_groups(queue, most, _GROUP)
+        for row in queue[:count]:
+            heapq.heappush(ends, now + int(steps[row]))
+        yield np.array(queue[:count])
+        del queue[:count]
+
+
+def _count(packed: PackedTexts, lens: list[np.ndarray]) -> np.ndarray:
+    """Count computed slots of one shard, and those of the first `lens` [k] tokens of its rows."""
+    counts = [int(packed.count) * packed.sequences.tokens[0].size]
+    rows = np.arange(len(lens[0]))
+    chunk = np.searchsorted(packed.first_row[0], rows, side="right") - 1
+    nodes = packed.nodes[0, : len(rows)]
+    slots = chunk[:, None] * packed.sequences.tokens[0].size + nodes
+    positions = np.arange(nodes.shape[1])
+    counts += [len(np.unique(slots[(positions < n[:, None]) & (nodes >= 0)])) for n in lens]
+    return np.array(counts)

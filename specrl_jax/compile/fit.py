@@ -126,10 +126,11 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
     slot //= shards("kv_heads")
     sequences = buckets.chunk_sequences
     tokens = sequences * buckets.sequence_slots
-    hidden = itemsize * tokens * (model.embed_dim + 3 * model.mlp_width // shards("mlp"))
+    at_once = buckets.window_slots or tokens
+    hidden = itemsize * at_once * (model.embed_dim + 3 * model.mlp_width // shards("mlp"))
     scores = 0
     if "packed" not in model.kernels:
-        scores = 4 * tokens * buckets.sequence_slots * model.num_heads // shards("heads")
+        scores = 4 * at_once * buckets.sequence_slots * model.num_heads // shards("heads")
     logits = 4 * buckets.verify_width * model.vocab_size // shards("vocab")
     row = buckets.cache_slots * slot
     if shapes.spec.turns:  # the states of `feed`

@@ -41,6 +41,7 @@ from specrl_jax.rollout.engine.decode import decode_inputs, decode_steps
 from specrl_jax.rollout.engine.extend import extend, extend_inputs
 from specrl_jax.rollout.engine.feed import feed, feed_inputs
 from specrl_jax.rollout.engine.shapes import RolloutShapes
+from specrl_jax.rollout.engine.text_states import blank_states
 from specrl_jax.rollout.rows import (
     compact,
     compact_layer,
@@ -117,10 +118,14 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     stacked = shapes.weights["stacked"]
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     others = (all_rows, shapes.drafts)
-    yield _program(
-        f"{prefix}extend", extend, *extend_inputs(shapes), runs_model=True, kept=stacked,
-        beside=shapes.weights["layers"],
-    )  # fmt: skip
+    # Chunks are computed with the stacked layers, windows with the others.
+    used = {"kept": stacked, "beside": shapes.weights["layers"]}
+    for number, text_shape in enumerate(buckets.text_shapes):
+        yield _program(
+            f"{prefix}{'extend short' if number else 'extend'}", extend,
+            *extend_inputs(shapes, text_shape), runs_model=True,
+            **({} if buckets.window_slots else used),
+        )  # fmt: skip
     for size in buckets.sizes:
         cache, rows = shapes.batch(size)
         for width in buckets.widths:
@@ -158,6 +163,8 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     )  # fmt: skip
     inputs = read_inputs(spec, shapes.all_rows, shapes.drafts)
     yield _program(f"{prefix}read", read_rollout, *inputs)
+    if shapes.buckets.window_slots:
+        yield _program(f"{prefix}blank states", blank_states, spec, buckets=shapes.buckets)
     if spec.turns:
         inputs = append_forced_inputs(shapes.all_rows, spec.response_slots)
         yield _program(f"{prefix}append forced", append_forced, *inputs)

@@ -13,6 +13,7 @@ from jax import Array
 
 from specrl_jax.models.kernels import kernel_module
 from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.scores import Local, softcapped
 from specrl_jax.sharding import axes, on_shards, platform, shards
 
@@ -70,6 +71,7 @@ def attend_packed(
     v_BTKH: Array,
     ends_BT: Array | None = None,
     positions_BT: Array | None = None,
+    slots_BQ: Array | None = None,
     *,
     kernels: tuple[str, ...] = (),
     window: int | Array | None = None,
@@ -83,16 +85,26 @@ def attend_packed(
     q_BTNH: Queries, already scaled.
     ends_BT: int32, slot after a token's subtree (`packing`); None: T for all.
     positions_BT: int32, for the window; None: the slots.
+    slots_BQ: int32, slots of the queries, which are then [B, Q, N, H]; None: all T. One from T on
+        sees nothing. No kernel takes them.
     kernels, window, softcap: As in `attend`.
 
     The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
     and a piece skips the keys that none of its queries sees.
     """
     rows, queries = q_BTNH.shape[:2]
-    slots_BT = jnp.arange(queries)[None, :]
+    slots_BT = jnp.arange(k_BTKH.shape[1])[None, :]
     if ends_BT is None:
         ends_BT = jnp.full((rows, queries), queries, out_sharding=axes("batch", None))
     positions_BT = slots_BT if positions_BT is None else positions_BT
+    if slots_BQ is not None:
+        local = None
+        if window is not None:
+            own_BQ = gather_tokens(positions_BT, jnp.minimum(slots_BQ, positions_BT.shape[1] - 1))
+            local = _local(window, own_BQ, positions_BT)
+        k_BKHS = k_BTKH.transpose(0, 2, 3, 1)
+        v_BKSH = v_BTKH.transpose(0, 2, 1, 3)
+        return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BQ, local, ends_BT, softcap=softcap)
     local = _local(window, positions_BT, positions_BT)
     if "packed" in kernels:
         kernel = functools.partial(kernel_module(platform()).attend_packed, softcap=softcap)

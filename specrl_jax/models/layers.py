@@ -22,6 +22,7 @@ from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, Scaling, YarnScaling
 from specrl_jax.models.kv_cache import Layer, write
 from specrl_jax.models.parameters import ADAPTED, ADAPTERS, LAYER, adapter_names
+from specrl_jax.models.row_slices import put_tokens
 from specrl_jax.sharding import axes, platform, reshard, shards
 
 Rope = tuple[Array, Array]  # cos and sin [B, T, 1, H/2]
@@ -184,6 +185,9 @@ class Place(NamedTuple):
     starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
     positions: Array | None = None  # int32 [B, T], only where starts is None and layers are local
+    # int32 [B, T], slots of the tokens in packed sequences that have keys; then the two above are
+    # of all slots. None: the tokens are the sequences.
+    slots: Array | None = None
     window: int | Array | None = None  # of a local layer; None: it sees all
     counted: Array | None = None  # bool [B, T], tokens in the load of experts; None: all
 
@@ -274,8 +278,11 @@ class Attention(LayerModule):
             "softcap": self.config.attn_softcap,
         }
         if place.starts is None:
-            cache = (k, v)
-            attended = attend_packed(q, k, v, place.ends, place.positions, **options)
+            if place.slots is None:
+                cache = (k, v)
+            else:
+                cache = (put_tokens(cache[0], k, place.slots), put_tokens(cache[1], v, place.slots))
+            attended = attend_packed(q, *cache, place.ends, place.positions, place.slots, **options)
         else:
             cache = write(cache, k, v, place.starts)
             attended = attend(q, cache, place.starts, self.config.num_kv_heads, **options)

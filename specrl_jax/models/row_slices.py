@@ -25,6 +25,13 @@ def gather_tokens(array: Array, slots_BT: Array) -> Array:
     return jax.vmap(lambda row, slots: row[slots])(array, slots_BT)
 
 
+def put_tokens(array: Array, values: Array, slots_BT: Array) -> Array:
+    """Return [B, S, ...] with values [B, T, ...] in slots int32 [B, T]; from S on they are lost."""
+    return jax.vmap(lambda row, new, slots: row.at[slots].set(new, mode="drop"))(
+        array, values, slots_BT
+    )
+
+
 def write_slots(array: Array, values: Array, starts_B: Array, axis: int = 1) -> Array:
     """Return the array with T slots of every row written from `starts` on; needs start + T <= S.
 

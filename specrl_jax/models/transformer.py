@@ -32,6 +32,7 @@ from specrl_jax.models.layers import (
     rope_tables,
 )
 from specrl_jax.models.parameters import LAYER, TOP, Params, is_float32, select
+from specrl_jax.models.row_slices import gather_tokens
 from specrl_jax.models.scores import softcapped
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
 
@@ -75,6 +76,7 @@ class Transformer(nnx.Module):
         ends_BT: Array | None = None,
         gives_cache: bool = False,
         counted_BT: Array | None = None,
+        slots_BT: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
         """Return hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
@@ -87,14 +89,21 @@ class Transformer(nnx.Module):
             the place of a cache, without `gives_cache`; None: none.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
+        slots_BT: int32, slots of the tokens in packed tries of S slots, those from S on of none.
+            Then the cache has keys and values [B, S, K, H] of each layer, layers are unstacked,
+            and positions and ends are [B, S].
         """
         rows, width = tokens_BT.shape
-        place = Place(start_B, ends_BT, counted=counted_BT)
-        if start_B is None:
-            start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
-        slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
-        slots = width if cache is None else cache_slots(cache)
-        rotary_BT = slots_BT if positions_BT is None else positions_BT
+        place = Place(start_B, ends_BT, counted=counted_BT, slots=slots_BT)
+        if slots_BT is not None:
+            slots = positions_BT.shape[1]
+            rotary_BT = gather_tokens(positions_BT, jnp.minimum(slots_BT, slots - 1))
+        else:
+            if start_B is None:
+                start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
+            slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
+            slots = width if cache is None else cache_slots(cache)
+            rotary_BT = slots_BT if positions_BT is None else positions_BT
         ropes = Ropes(self._rope(rotary_BT, slots, local=False))
         if self.config.local_layers:
             ropes = ropes._replace(of_local=self._rope(rotary_BT, slots, local=True))

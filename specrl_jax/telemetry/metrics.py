@@ -70,6 +70,10 @@ _OWN: dict[str, tuple[str, str]] = {
     "rollout/width_max": ("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": ("share of row steps wider than one token", "1"),
     "rollout/tokens_extended": ("tokens computed as rows began or went on, with padding", "tokens"),
+    "rollout/extend_fill": ("share of these that was needed; the next three are the rest", "1"),
+    "rollout/extend_empty": ("share of empty slots", "1"),
+    "rollout/extend_repeated": ("share of prompts and held tokens computed again", "1"),
+    "rollout/extend_rejected": ("share of draft tokens at and behind a rejection", "1"),
     "rollout/tokens_verified": ("draft tokens that an acceptance rule decided on", "tokens"),
     "rollout/draft_store_gib": ("earlier responses kept, over all devices", "GiB"),
     # Rows and groups that cross steps

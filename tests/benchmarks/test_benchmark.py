@@ -137,10 +137,18 @@ def test_host(run, monkeypatch):
     code, cases, text = run("host")
     assert code == 0
     names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they begin"]
-    assert [case["part"] for case in cases] == names
-    for case in cases:
+    fills = [f"slots of rows that begin: {name}" for name in host.FILLS]
+    assert [case["part"] for case in cases] == names + fills
+    for case in cases[: len(names)]:
         assert case["seconds"] > 0
         assert case["of_a_step"] == pytest.approx(case["seconds"] / 261.8)
+    for case in cases[len(names) :]:
+        shares = [case[name] for name in ("fill", "empty", "repeated", "rejected")]
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
+        # One group begins: nothing is computed twice, and nothing is behind a rejection.
+        assert (case["calls"], case["repeated"]) == (1, 0)
+        assert (case["rejected"] > 0) == ("half" in case["part"])
     assert "host: 32 rows" in text
     config = preset("qwen3_1p7b")
     rows = host.random_rows(config, 151_936, 32)

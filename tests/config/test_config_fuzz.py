@@ -54,8 +54,10 @@ def _compute(config) -> None:
     assert buckets.widths[0] == 1
     # Every row has a place, in the cache and in the packed sequences of `extend`.
     longest = config.data.prompt_len + settings.response_len
+    rows = buckets.sizes[0]
     assert min(buckets.cache_slots, buckets.sequence_slots) >= longest
-    assert buckets.chunks * buckets.chunk_sequences >= buckets.sizes[0] >= buckets.block_rows > 0
+    assert buckets.chunks * buckets.chunk_sequences * buckets.sequence_slots >= longest * rows
+    assert rows >= buckets.block_rows > 0
     part_size(config)
     schedule = make_schedule(config.updates, max(config.train.steps, 1))
     assert math.isfinite(float(schedule(0)))

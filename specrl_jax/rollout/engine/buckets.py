@@ -2,13 +2,14 @@
 
 Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
 and a mesh that cuts the batch in 2, on a CPU. The sizes are (64, 32, 16, 8), and the widths
-(1, 2, 4). The cache has 8 + 32 + 3 slots. Packed sequences have 2 · (8 + 32) slots, and a chunk has
-3 of them on each shard.
+(1, 2, 4). The cache has 8 + 32 + 3 slots. A chunk has room for 3 times two of the longest rows on
+each shard: a packed sequence of 3 · 2 · (8 + 32) slots. Elsewhere these are sequences of their own.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +18,27 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.sharding import chunk_tokens, platform
 
-VERIFY_WIDTH = 32  # draft tokens of a row that are decided together
+# Draft tokens of a row that are decided together.
+VERIFY_WIDTH = {"cpu": 16}
+VERIFY_WIDTH_ELSEWHERE = 32
+# Slots of a shard that `extend` computes at once, those that are asked for; 0: whole chunks.
+WINDOW_SLOTS = {"cpu": 64}
+# Slots of the sequences in which short texts are computed, where whole chunks are.
+SHORT_SLOTS = 512
 # Tokens of a row that `feed` computes at once.
 FEED_WIDTH = {"cpu": 4}
 FEED_WIDTH_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
 BLOCK_BYTES = {"cpu": 2**26}
 BLOCK_BYTES_ELSEWHERE = 2**29
+
+
+class TextShape(NamedTuple):
+    """Shape of packed texts."""
+
+    slots: int  # of a sequence
+    sequences: int  # of a chunk, on each shard
+    chunks: int  # most that the rows of a batch need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,26 +87,58 @@ class Buckets:
 
     # Shapes of `extend`
 
+    @property
+    def text_shapes(self) -> tuple["TextShape", ...]:
+        """Shapes of packed texts, a program of `extend` each; any text fits in the first.
+
+        Whole chunks are mostly empty where only prompts begin: the second is for short texts.
+        """
+        shapes = [TextShape(self.sequence_slots, self.chunk_sequences, self.chunks)]
+        short = round_slots(SHORT_SLOTS)
+        if not self.window_slots and 2 * short <= self.sequence_slots * self.chunk_sequences:
+            shapes.append(TextShape(short, 1, self.sizes[0] // self.shards))
+        return tuple(shapes)
+
     @functools.cached_property
-    def sequence_slots(self) -> int:
-        """Slots of a packed sequence, T: two of the longest rows."""
+    def window_slots(self) -> int:
+        """Slots that a shard computes at once; 0: a chunk's."""
+        return min(WINDOW_SLOTS.get(platform(), 0), self.sequence_slots)
+
+    @functools.cached_property
+    def _pair_slots(self) -> int:
+        """Slots of two of the longest rows."""
         return round_slots(2 * (self.prompt_slots + self.response_slots))
 
     @functools.cached_property
+    def _chunk_pairs(self) -> int:
+        """Pairs of the longest rows that a chunk has room for on each shard."""
+        pairs = max(chunk_tokens() // self._pair_slots, 1)
+        return min(pairs, self.sizes[0] // self.shards)
+
+    @property
+    def _windows(self) -> bool:
+        return platform() in WINDOW_SLOTS
+
+    @property
+    def sequence_slots(self) -> int:
+        """Slots of a packed sequence, T."""
+        return self._pair_slots * (self._chunk_pairs if self._windows else 1)
+
+    @property
     def chunk_sequences(self) -> int:
         """Sequences of a chunk on each shard."""
-        sequences = max(chunk_tokens() // self.sequence_slots, 1)
-        return min(sequences, self.sizes[0] // self.shards)
+        return 1 if self._windows else self._chunk_pairs
 
     @property
     def chunks(self) -> int:
-        """Most chunks that the rows of a batch need: a sequence holds at least one row."""
-        return -(-self.sizes[0] // self.shards // self.chunk_sequences)
+        """Most chunks that the rows of a batch need: a pair's slots hold at least one row."""
+        return -(-self.sizes[0] // self.shards // self._chunk_pairs)
 
     @property
     def verify_width(self) -> int:
         """Draft tokens of a row that are decided together."""
-        return min(VERIFY_WIDTH, self.response_slots)
+        width = VERIFY_WIDTH.get(platform(), VERIFY_WIDTH_ELSEWHERE)
+        return min(width, self.response_slots)
 
     @property
     def feed_width(self) -> int:
@@ -110,5 +157,5 @@ class Buckets:
         )
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
         # A chunk of the longest rows holds half as many rows: most blocks are full then.
-        few = 4 * self.chunk_sequences
+        few = 4 * self._chunk_pairs
         return min(max(fits, 1), few, self.sizes[0] // self.shards)

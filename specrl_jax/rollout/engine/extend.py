@@ -2,10 +2,10 @@
 draft, which are not in the cache yet.
 
 A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
-rows, every distinct prefix once (`pack_texts`). One program computes the sequences chunk by
-chunk, writes keys and values into free slots of the running batch, decides which draft tokens are
-accepted, and samples the token after them. `feed` decides in the same way on rows that go on in
-their slots.
+rows, every distinct prefix once (`pack_texts`). One program takes the sequences chunk by chunk. It
+decides which draft tokens are accepted, samples the token after them, and writes keys and values
+into free slots of the running batch. A chunk is computed at once, or as its slots are asked for
+(`text_states.py`). `feed` decides in the same way on rows that go on in their slots.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
@@ -20,8 +20,8 @@ its slot.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,21 @@ from jax import Array
 
 from specrl_jax import abstract
 from specrl_jax.models.draft_head import DraftHead
-from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
+from specrl_jax.models.kv_cache import KVCache, Layer, take_nodes, write_rows
 from specrl_jax.models.row_slices import gather_tokens, read_slots
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.packing import PACKINGS, Sequences, pack
+from specrl_jax.packing import PACKINGS, Sequences, TextSet, pack
 from specrl_jax.rollout.acceptance import DraftTokens
 from specrl_jax.rollout.block import Residual
-from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.buckets import Buckets, TextShape
 from specrl_jax.rollout.engine.decode import append, count_unfinished, policy_at
 from specrl_jax.rollout.engine.shapes import RolloutShapes
+from specrl_jax.rollout.engine.text_states import (
+    TextStates,
+    blank_states,
+    carry_over,
+    compute_slots,
+)
 from specrl_jax.rollout.fused_sampling import FusedDistributions
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows, slot_ranks
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
@@ -48,7 +54,7 @@ from specrl_jax.types import Drafts, Source, Tokens
 
 
 class PackedTexts(NamedTuple):
-    """Tokens of rows that begin, packed; int32 arrays of NumPy.
+    """Tokens of rows that begin, packed; int32 arrays of NumPy but for `before`.
 
     Each of X shards counts its own sequences and rows. A shard's rows lie in the order of the
     chunks that hold them; the first takes the first free slot of the running batch, and so on.
@@ -61,6 +67,10 @@ class PackedTexts(NamedTuple):
     row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
     nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
+    # [M, m, T], slot of the chunk before, on the same shard, that has the same text up to here; -1:
+    # none. None where chunks are computed at once, and so is:
+    copied: np.ndarray | None
+    before: TextStates | None  # of the last chunk of the call before
 
     def on_mesh(self) -> "PackedTexts":
         """Return them laid out over the mesh: every shard of the batch has its own."""
@@ -72,52 +82,94 @@ class PackedTexts(NamedTuple):
             row_ids=reshard(self.row_ids, "batch", None),
             draft_ends=reshard(self.draft_ends, "batch", None),
             nodes=reshard(self.nodes, "batch", None, None),
+            copied=None if self.copied is None else reshard(self.copied, None, "batch", None),
+            before=self.before,
         )
 
 
-def pack_texts(
-    buckets: Buckets,
-    tokens: np.ndarray,
-    lens: np.ndarray,
-    row_ids: list[np.ndarray],
-    draft_ends: np.ndarray,
-) -> PackedTexts:
-    """Pack the rows that begin.
+class TextPaths:
+    """Slots of texts that the last chunk of a shard has computed."""
 
-    tokens: int32 [k, P + R], right-padded: prompt, own tokens, draft. lens: int [k], of `tokens`.
-    row_ids: one int array per shard, as in `PackedTexts`; together k, in the order of `tokens`.
-    draft_ends: int32 [k].
+    def __init__(self):
+        self.texts = TextSet()
+
+    def copy_into(self, copied: np.ndarray, texts: list[np.ndarray], paths: list[np.ndarray]):
+        """Write to `copied` [T] which slots the next chunk copies; then be that chunk's.
+
+        texts: int32 [n] each, what surely is computed. paths: int32 [>= n] each, their slots.
+        """
+        following = TextSet()
+        for text, path in zip(texts, paths, strict=True):
+            known, slots = self.texts.nearest(text)
+            if known:
+                copied[path[:known]] = slots[:known]
+            following.add(text, path)
+        self.texts = following
+
+
+class Texts(NamedTuple):
+    """Texts of k rows that begin, on the host."""
+
+    tokens: np.ndarray  # int32 [k, P + R], right-padded: prompt, own tokens, draft
+    lens: np.ndarray  # int [k], of `tokens`
+    known_lens: np.ndarray  # int [k], of prompt and own tokens
+    row_ids: list[np.ndarray]  # int, one array per shard, as in `PackedTexts`; k in all, in order
+    draft_ends: np.ndarray  # int32 [k]
+
+    def of_shards(self) -> Iterator["Texts"]:
+        """Yield each shard's own."""
+        start = 0
+        for row_ids in self.row_ids:
+            own = slice(start, start + len(row_ids))
+            start = own.stop
+            arrays = (self.tokens[own], self.lens[own], self.known_lens[own])
+            yield Texts(*arrays, [row_ids], self.draft_ends[own])
+
+
+def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ()) -> PackedTexts:
+    """Pack the rows that begin, in the shape that has the fewest slots; its `before` is None.
+
+    before: for each shard, the paths in the last chunk, which this call replaces; empty: no chunk
+    copies.
     """
-    chunks = buckets.chunks
-    sequences = buckets.chunk_sequences  # of a shard
-    length = buckets.sequence_slots
-    block = buckets.block_rows
-    most = buckets.sizes[0] // len(row_ids) + block  # so that a block with a row lies inside
-    first_row = np.zeros((len(row_ids), chunks + 1), np.int32)
-    packed_ids = np.zeros((len(row_ids), most), np.int32)
-    packed_ends = np.zeros_like(packed_ids)
-    nodes = np.full((len(row_ids), most, tokens.shape[1]), -1, np.int32)
+    longest = max(texts.lens, default=0)
+    shapes = [shape for shape in buckets.text_shapes if longest <= shape.slots]
+    packed = [_pack_shape(buckets, shape, texts, before) for shape in shapes]
+    return min(packed, key=lambda x: int(x.count) * x.sequences.tokens[0].size)
+
+
+def _pack_shape(
+    buckets: Buckets, shape: TextShape, texts: Texts, before: Sequence[TextPaths]
+) -> PackedTexts:
+    length, sequences, chunks = shape
+    shards = len(texts.row_ids)
+    most = buckets.sizes[0] // shards + buckets.block_rows  # so that a block with a row is inside
+    first_row = np.zeros((shards, chunks + 1), np.int32)
+    row_ids = np.zeros((shards, most), np.int32)
+    draft_ends = np.zeros_like(row_ids)
+    nodes = np.full((shards, most, texts.tokens.shape[1]), -1, np.int32)
+    copied = np.full((chunks, shards, length), -1, np.int32) if before else None
     parts = []
-    start = 0
-    for shard, own_rows in enumerate(row_ids):
-        own = slice(start, start + len(own_rows))
-        start = own.stop
-        packed, paths = pack(tokens[own], lens[own], length, PACKINGS["trie"])
+    for shard, own in enumerate(texts.of_shards()):
+        packed, paths = pack(own.tokens, own.lens, length, PACKINGS["trie"])
         parts.append(packed)
         chunk = np.array([path[0] for path in paths], int) // (sequences * length)
-        order = np.lexsort((-draft_ends[own], chunk))
+        paths = [path - at * sequences * length for path, at in zip(paths, chunk)]
+        order = np.lexsort((-own.draft_ends, chunk))
         first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
         filled = slice(0, len(order))
-        packed_ids[shard, filled] = own_rows[order]
-        packed_ends[shard, filled] = draft_ends[own][order]
+        row_ids[shard, filled] = own.row_ids[0][order]
+        draft_ends[shard, filled] = own.draft_ends[order]
         for position, row in enumerate(order.tolist()):
-            path = paths[row] - chunk[row] * sequences * length
-            nodes[shard, position, : len(path)] = path
+            nodes[shard, position, : len(paths[row])] = paths[row]
+        if copied is not None:
+            _plan_copies(copied[:, shard], before[shard], own, paths, chunk)
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
     # The chunks without tokens stay zeros: memory that nobody writes costs next to nothing.
-    shape = (chunks, len(row_ids) * sequences, length)
-    whole = Sequences(*(np.zeros(shape, np.int32) for _ in Sequences._fields))
+    whole = Sequences(
+        *(np.zeros((chunks, shards * sequences, length), np.int32) for _ in Sequences._fields)
+    )
     for shard, part in enumerate(parts):
         own = slice(shard * sequences, (shard + 1) * sequences)
         for array, values in zip(whole, part.padded(count * sequences)):
@@ -125,12 +177,30 @@ def pack_texts(
     return PackedTexts(
         sequences=whole,
         count=np.int32(count),
-        blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
+        blocks=(-(-in_chunks // buckets.block_rows)).max(axis=0).astype(np.int32),
         first_row=first_row,
-        row_ids=packed_ids,
-        draft_ends=packed_ends,
+        row_ids=row_ids,
+        draft_ends=draft_ends,
         nodes=nodes,
+        copied=copied,
+        before=None,
     )
+
+
+def _plan_copies(
+    copied: np.ndarray,
+    before: TextPaths,
+    own: Texts,
+    paths: list[np.ndarray],
+    chunk: np.ndarray,
+) -> None:
+    """Write to `copied` [M, T] what a shard's chunks copy; paths, chunk: of its k rows."""
+    if not len(chunk):
+        copied[:] = np.arange(copied.shape[1])  # they stay for a later call
+    for number in np.unique(chunk):
+        inside = np.flatnonzero(chunk == number).tolist()
+        known = [own.tokens[row, : own.known_lens[row]] for row in inside]
+        before.copy_into(copied[number], known, [paths[row] for row in inside])
 
 
 class RowBlock(NamedTuple):
@@ -140,6 +210,20 @@ class RowBlock(NamedTuple):
     batch_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
     draft_ends: Array  # [b]
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
+
+
+class PrefillCounts(NamedTuple):
+    """What `extend` or `feed` has computed and decided; int32 []."""
+
+    computed: Array  # slots
+    filled: Array  # slots that held a token
+    known: Array  # slots of prompts and of tokens that rows held
+    read: Array  # these, and slots of draft tokens that were accepted
+    verified: Array  # draft tokens that the rule decided on
+    accepted: Array  # draft tokens
+
+    def plus(self, other: "PrefillCounts") -> "PrefillCounts":
+        return jax.tree.map(jnp.add, self, other)
 
 
 @functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
@@ -152,63 +236,147 @@ def extend(
     all_rows: Rows,
     drafts: Drafts | None,
     texts: PackedTexts,
-) -> tuple[KVCache, Rows, Array, Array]:
+) -> tuple[KVCache, Rows, TextStates | None, PrefillCounts, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
 
     all_rows: [B], with the tokens that they hold. drafts: [B], for the acceptance rule to verify; a
     draft begins with what its row holds. None: the run has no drafts.
 
-    Returns the cache, the rows, verified and accepted draft tokens int32 [2], and what
-    `decode.count_unfinished` returns.
+    Returns the cache, the rows, the states that the next call gets as `texts.before`, counts, and
+    what `decode.count_unfinished` returns.
     """
-    # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
-    model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
-    layers = spec.model.num_layers
     texts = texts.on_mesh()
     all_slots = on_shards(_slots_free_first, rows.done, rows.index, like=rows.lens)
+    model = Transformer(spec.model, weights)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
+        cache, rows, before, counts = state
         sequences = jax.tree.map(lambda x: x[chunk], texts.sequences)
-        hidden, stacked = model(
-            sequences.tokens,
-            positions_BT=sequences.depths,
-            ends_BT=sequences.ends,
-            gives_cache=True,
+        states, compute = _begin_chunk(
+            spec, buckets, weights, sequences, before, texts.copied, chunk
         )
-        head_cache = []
-        if spec.draft_head is not None:
-            head = DraftHead(spec.model, weights["draft_head"])
-            states = gather_tokens(hidden, sequences.parents)
-            embedded = model.lookup(sequences.tokens)
-            _, own = head(states, embedded, positions_BT=sequences.depths, ends_BT=sequences.ends)
-            head_cache = [own]
+        copied = states.known
+        take_block = functools.partial(_take_block, texts, all_slots, buckets.block_rows, chunk)
 
-        def run_block(number: Array, state: tuple) -> tuple:
-            cache, rows, counts = state
-            block = _take_block(texts, all_slots, chunk, number, buckets.block_rows)
-            fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
-            cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
-            new_rows, new_counts = begin_rows(
-                spec, buckets.verify_width, model, hidden, all_rows, drafts, block
+        def begin_block(number: Array, state: tuple) -> tuple:
+            rows, states, marks, decided = state
+            block = take_block(number)
+            new_rows, states, read, new_decided = begin_rows(
+                spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
             )
+            marks = on_shards(_mark, marks, block.nodes, block.row_ids, read, like=marks)
             rows = put_rows(rows, new_rows, block.batch_slots)
-            return cache, rows, counts + new_counts
+            return rows, states, marks, decided + new_decided
 
-        return jax.lax.fori_loop(0, texts.blocks[chunk], run_block, state)
+        shape = (*sequences.tokens.shape, 3)
+        marks = jnp.zeros(shape, jnp.bool_, out_sharding=axes("batch", None, None))
+        state = (rows, states, marks, jnp.zeros(2, jnp.int32))
+        blocks = texts.blocks[chunk]
+        rows, states, marks, decided = jax.lax.fori_loop(0, blocks, begin_block, state)
+        fresh = [*states.layers, *_head_layers(spec, weights, model, sequences, states.hidden)]
 
-    state = (cache, rows, jnp.zeros(2, jnp.int32))
-    cache, rows, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
-    return cache, rows, counts, count_unfinished(rows)
+        def write_block(number: Array, cache: KVCache) -> KVCache:
+            block = take_block(number)
+            return write_rows(cache, fresh, block.nodes, block.batch_slots)
+
+        cache = jax.lax.fori_loop(0, blocks, write_block, cache)
+        counts = counts.plus(_count_slots(buckets, states, copied, marks, decided))
+        return cache, rows, states if buckets.window_slots else before, counts
+
+    none = jnp.int32(0)
+    state = (cache, rows, texts.before, PrefillCounts(*(none,) * 6))
+    cache, rows, states, counts = jax.lax.fori_loop(0, texts.count, run_chunk, state)
+    return cache, rows, states, counts, count_unfinished(rows)
 
 
-def extend_inputs(shapes: RolloutShapes) -> tuple:
-    """Return the inputs of `extend`."""
+def _begin_chunk(
+    spec: RolloutSpec,
+    buckets: Buckets,
+    weights: Params,
+    sequences: Sequences,
+    before: TextStates | None,
+    copied: Array | None,
+    chunk: Array,
+) -> tuple[TextStates, Callable]:
+    """Return a chunk's states, and the function that computes more of them, see `begin_rows`."""
+    if buckets.window_slots:
+        model = Transformer(spec.model, weights)
+        compute = functools.partial(compute_slots, model, sequences, buckets.window_slots)
+        return carry_over(before, copied[chunk]), compute
+    # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
+    model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
+    hidden, stacked = model(
+        sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends, gives_cache=True
+    )
+    layers = tuple(tuple(x[i] for x in stacked) for i in range(spec.model.num_layers))
+    none = jnp.zeros(sequences.tokens.shape, jnp.bool_, out_sharding=axes("batch", None))
+    return TextStates(hidden, layers, none, jnp.int32(0)), lambda states, nodes, required: states
+
+
+def _head_layers(
+    spec: RolloutSpec, weights: Params, model: Transformer, sequences: Sequences, hidden: Array
+) -> list[Layer]:
+    """Return keys and values of the draft head's layer, if there is one."""
+    if spec.draft_head is None:
+        return []
+    head = DraftHead(spec.model, weights["draft_head"])
+    states = gather_tokens(hidden, sequences.parents)
+    embedded = model.lookup(sequences.tokens)
+    _, own = head(states, embedded, positions_BT=sequences.depths, ends_BT=sequences.ends)
+    return [own]
+
+
+def _mark(marks: Array, nodes: Array, row_ids: Array, read: Array) -> Array:
+    """Mark the slots of rows' tokens: all, known ones, and those that were read; bool [m, T, 3].
+
+    nodes: int32 [b, S]. row_ids: int32 [b]. read: int32 [b, 2], known tokens and those read.
+    """
+    slots = marks.shape[0] * marks.shape[1]
+    every = jnp.full_like(row_ids, nodes.shape[1])
+    counts = jnp.concatenate([every[:, None], read], axis=1)
+    here = jnp.arange(nodes.shape[1])[None, :, None] < counts[:, None, :]
+    here &= ((nodes >= 0) & (row_ids >= 0)[:, None])[:, :, None]
+    kinds = jnp.broadcast_to(jnp.arange(3), here.shape)
+    places = jnp.where(here, nodes[:, :, None], slots)
+    flat = marks.reshape(slots, 3)
+    return flat.at[places, kinds].set(True, mode="drop").reshape(marks.shape)
+
+
+def _count_slots(
+    buckets: Buckets, states: TextStates, copied: Array, marks: Array, decided: Array
+) -> PrefillCounts:
+    """Return the counts of a chunk. copied: bool [m, T], slots that nobody computed.
+
+    marks: of `_mark`. decided: int32 [2], verified and accepted draft tokens.
+    """
+    computed = states.windows * (buckets.window_slots * buckets.shards)
+    filled = states.known
+    if not buckets.window_slots:
+        computed = jnp.int32(copied.size)
+        filled = marks[..., 0]
+
+    def count(mark: Array) -> Array:
+        return jnp.sum(mark & ~copied, dtype=jnp.int32)
+
+    return PrefillCounts(
+        computed, count(filled), count(marks[..., 1]), count(marks[..., 2]), *decided
+    )
+
+
+def extend_inputs(shapes: RolloutShapes, text_shape: TextShape) -> tuple:
+    """Return the inputs of `extend` for packed texts of a shape."""
     spec = shapes.spec
     buckets = shapes.buckets
     cache, rows = shapes.batch(buckets.sizes[0])
     none = np.zeros((0, spec.prompt_slots + spec.response_slots), np.int32)
     no_lens = none[:, 0]
-    texts = pack_texts(buckets, none, no_lens, [no_lens] * buckets.shards, no_lens)
+    nothing = Texts(none, no_lens, no_lens, [no_lens] * buckets.shards, no_lens)
+    before = ()
+    states = None
+    if buckets.window_slots:
+        before = [TextPaths() for _ in range(buckets.shards)]
+        states = abstract.result(functools.partial(blank_states, buckets=buckets), spec)
+    texts = abstract.on_host(_pack_shape(buckets, text_shape, nothing, before))
     return (
         spec,
         buckets,
@@ -217,7 +385,7 @@ def extend_inputs(shapes: RolloutShapes) -> tuple:
         rows,
         shapes.all_rows,
         shapes.drafts,
-        abstract.on_host(texts),
+        texts._replace(before=states),
     )
 
 
@@ -227,7 +395,7 @@ def _slots_free_first(done: Array, index: Array) -> Array:
 
 
 def _take_block(
-    texts: PackedTexts, all_slots: Array, chunk: Array, number: Array, size: int
+    texts: PackedTexts, all_slots: Array, size: int, chunk: Array, number: Array
 ) -> RowBlock:
     """Return block `number` of a chunk's rows, `size` of each shard.
 
@@ -266,32 +434,46 @@ def begin_rows(
     spec: RolloutSpec,
     verify_width: int,
     model: Transformer,
-    hidden: Array,
+    compute: Callable[[Any, Array, Array], Any],
+    states: Any,
     all_rows: Rows,
     drafts: Drafts | None,
     block: RowBlock,
-) -> tuple[Rows, Array]:
+) -> tuple[Rows, Any, Array, Array]:
     """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
 
-    hidden: [m, T, D]; `block.nodes` are the rows' slots in it. verify_width: draft tokens of a row
-    that are decided together.
+    states: of the rows' texts; its `hidden` is [m, T, D], and `block.nodes` are slots in it.
+    compute: gives the states with more that are known, of states, nodes int32 [b, S] that may be
+    computed, -1: none, and bool [b, S], those of them that must be. verify_width: draft tokens of a
+    row that are decided together.
 
-    Returns the rows, and draft tokens as `extend` counts them, int32 [2].
+    Returns the rows, the states, the known tokens of each text and all that were read int32 [b, 2],
+    and verified and accepted draft tokens, int32 [2].
     """
     rows = gather(all_rows, block.row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
 
-    def states_at(offset: Array, count: int) -> Array:
+    def demand(states: Any, asked: Array, offset: Array, most: Array) -> Any:
+        """Compute the `asked` rows' tokens up to `offset` [b], as it may be up to `most` [b]."""
+        positions = jnp.arange(slots)[None, :]
+        asked &= block.row_ids >= 0
+        maybe = asked[:, None] & (positions <= (depths + most)[:, None])
+        required = positions <= (depths + offset)[:, None]
+        return compute(states, jnp.where(maybe, block.nodes, -1), required)
+
+    def states_at(states: Any, offset: Array, count: int) -> Array:
         """Return states [b, count, D]; the first gives the distribution of response token
         `rows.lens + offset`."""
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
-        return take_nodes(hidden, read)
+        return take_nodes(states.hidden, read)
 
-    def policy_after(offset: Array, count: int) -> TokenDistributions | FusedDistributions:
+    def policy_after(
+        states: Any, offset: Array, count: int
+    ) -> TokenDistributions | FusedDistributions:
         """Return the policy in these states."""
-        return policy_at(spec, rows, rows.lens + offset, model, states_at(offset, count))
+        return policy_at(spec, rows, rows.lens + offset, model, states_at(states, offset, count))
 
     accepted = jnp.zeros_like(rows.lens)
     draft_len = accepted
@@ -300,23 +482,30 @@ def begin_rows(
         draft_slots = -(-spec.response_slots // verify_width) * verify_width
         stored = _take_drafts(drafts, block.row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
-        accepted, residual, reused_tokens = _verify(
-            spec, verify_width, rows, stored, draft_len, policy_after
+        accepted, residual, reused_tokens, states = _verify(
+            spec, verify_width, rows, stored, draft_len, (demand, policy_after), states
         )
+    else:
+        states = demand(states, ~rows.done, accepted, accepted)
     weigh = None if residual is None else residual.weigh
-    new = policy_after(accepted, 1).sample(weigh)
+    new = policy_after(states, accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     real = ~rows.done
     rows, count = append(spec, rows, new, accepted, Source.REUSED)
     if spec.draft_head is not None:
         newest = jnp.maximum(count - 1, 0)
-        rows = dataclasses.replace(rows, last_state=states_at(newest, 1)[:, 0])
+        rows = dataclasses.replace(rows, last_state=states_at(states, newest, 1)[:, 0])
     reused = jnp.minimum(accepted, count)
     rejected = (accepted < draft_len) & (count > accepted)
     counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])
     rows = dataclasses.replace(rows, prefix_lens=rows.prefix_lens + reused)
-    return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
+    read = jnp.where(
+        real[:, None],
+        depths[:, None] + jnp.stack([jnp.ones_like(accepted), accepted + 1], axis=1),
+        0,
+    )
+    return rows, states, read, jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
 def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> Tokens:
@@ -337,15 +526,18 @@ def _verify(
     rows: Rows,
     stored: Tokens,
     draft_len: Array,
-    policy_after: Callable[[Array, int], TokenDistributions | FusedDistributions],
-) -> tuple[Array, Residual | None, Tokens]:
+    functions: tuple[Callable, Callable],
+    states: Any,
+) -> tuple[Array, Residual | None, Tokens, Any]:
     """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
 
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
 
-    stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
-    int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
+    stored: [b, W], the drafts of which `draft_len` [b] tokens count. functions: `demand` and
+    `policy_after` of `begin_rows`. Returns the accepted tokens int32 [b], the residual, the columns
+    [b, W] that rows get for tokens that are accepted, and the states.
     """
+    demand, policy_after = functions
     slots = stored.ids.shape[1]
 
     def draft_at(first: Array | int, count: int) -> DraftTokens:
@@ -357,30 +549,45 @@ def _verify(
         lens = jnp.clip(draft_len - first, 0, count)
         return DraftTokens(lens, jax.tree.map(cut, stored), noise)
 
-    def look(first: Array) -> tuple:
-        return spec.accept.look(draft_at(first, verify_width), policy_after(first, verify_width))
+    def look(states: Any, first: Array) -> tuple:
+        policy = policy_after(states, first, verify_width)
+        return spec.accept.look(draft_at(first, verify_width), policy)
+
+    def zeros(x: jax.ShapeDtypeStruct, *sizes: int) -> Array:
+        shape = (x.shape[0], *sizes, *x.shape[1 + len(sizes) :])
+        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     def goes_on(state: tuple) -> Array:
-        first, num_kept, _ = state
+        first, num_kept, *_ = state
         return (num_kept == first) & (first < draft_len)
 
     def step(state: tuple) -> tuple:
-        first, num_kept, looked = state
-        new_kept, *new = look(first)
+        first, num_kept, looked, states = state
+        asked = goes_on(state)
+        # With its last token a draft needs the state after it.
+        after = first + verify_width
+        offset = jnp.where(after >= draft_len, draft_len, after - 1)
+        states = demand(states, asked | ((first == 0) & ~rows.done), offset, draft_len)
+        new_kept, *new = jax.lax.cond(
+            jnp.any(asked),
+            look,
+            lambda states, first: jax.tree.map(zeros, shapes),
+            states,
+            first,
+        )
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         looked = jax.tree.map(write, looked, new)
-        return first + verify_width, jnp.where(goes_on(state), first + new_kept, num_kept), looked
+        num_kept = jnp.where(asked, first + new_kept, num_kept)
+        return after, num_kept, looked, states
 
-    def widened(x: jax.ShapeDtypeStruct) -> Array:
-        shape = (x.shape[0], slots, *x.shape[2:])
-        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
-
-    _, *shapes = jax.eval_shape(look, jnp.int32(0))
-    state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(widened, shapes))
-    _, num_kept, looked = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
-    reused_tokens, evidence = looked
+    shapes = jax.eval_shape(look, states, jnp.int32(0))
+    looked = jax.tree.map(lambda x: zeros(x, slots), list(shapes[1:]))
+    state = (jnp.int32(0), jnp.zeros_like(draft_len), looked, states)
+    # A step at least: it computes prompts.
+    state = jax.lax.while_loop(lambda x: (x[0] == 0) | jnp.any(goes_on(x)), step, state)
+    _, num_kept, (reused_tokens, evidence), states = state
     accepted, residual = spec.accept.decide(draft_at(0, slots), num_kept, reused_tokens, evidence)
-    return accepted, residual, reused_tokens
+    return accepted, residual, reused_tokens, states
 
 
 def _put_after(counts: Array, draft: Array, sampled: Array) -> Array:

@@ -12,6 +12,7 @@ keys. So every token of an episode is computed once. Then the row begins as in `
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
-from specrl_jax.rollout.engine.extend import RowBlock, begin_rows
+from specrl_jax.rollout.engine.extend import PrefillCounts, RowBlock, begin_rows
 from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.rollout.spec import RolloutSpec
@@ -103,7 +104,7 @@ def feed(
     all_rows: Rows,
     drafts: Drafts | None,
     fed: Fed,
-) -> tuple[KVCache, Rows, Array, Array]:
+) -> tuple[KVCache, Rows, None, PrefillCounts, Array]:
     """Return the running batch in which the rows of `fed` have gone on in their slots.
 
     Arguments and results: see `extend`.
@@ -117,20 +118,30 @@ def feed(
         old_rows = gather(all_rows, block.row_ids)
         texts = _texts(old_rows, drafts, block.row_ids, buckets.cache_slots)
         own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
-        windows = fed.windows[number]
-        own, hidden = _feed_block(
-            spec, weights, buckets.feed_width, windows, own, old_rows, texts, starts
+        states, compute = _begin_block(spec, weights, buckets, own, old_rows, texts, starts)
+        new_rows, states, read, decided = begin_rows(
+            spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
         )
-        cache = copy_rows(cache, own, block.batch_slots)
-        new_rows, new_counts = begin_rows(
-            spec, buckets.verify_width, model, hidden, all_rows, drafts, block
-        )
+        cache = copy_rows(cache, states.own, block.batch_slots)
         rows = put_rows(rows, new_rows, block.batch_slots)
-        return cache, rows, counts + new_counts
+        width = states.windows * buckets.feed_width
+        first = old_rows.prompt_lens + starts
+        ends = old_rows.prompt_lens + jnp.maximum(old_rows.lens, block.draft_ends)
+        fed_tokens = jnp.where(block.row_ids >= 0, jnp.clip(ends - first, 0, width), 0)
+        new_counts = PrefillCounts(
+            computed=width * len(starts),
+            filled=jnp.sum(fed_tokens),
+            known=jnp.sum(jnp.clip(read[:, 0] - first, 0, fed_tokens)),
+            read=jnp.sum(jnp.clip(read[:, 1] - first, 0, fed_tokens)),
+            verified=decided[0],
+            accepted=decided[1],
+        )
+        return cache, rows, counts.plus(new_counts)
 
-    state = (cache, rows, jnp.zeros(2, jnp.int32))
+    none = jnp.int32(0)
+    state = (cache, rows, PrefillCounts(*(none,) * 6))
     cache, rows, counts = jax.lax.fori_loop(0, fed.blocks, run_block, state)
-    return cache, rows, counts, count_unfinished(rows)
+    return cache, rows, None, counts, count_unfinished(rows)
 
 
 def feed_inputs(shapes: RolloutShapes, size: int) -> tuple:
@@ -171,23 +182,31 @@ def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Ar
     return take(number, fed.row_ids, fed.batch_slots, fed.starts, fed.draft_ends)
 
 
-def _feed_block(
+class FedStates(NamedTuple):
+    """Results of a block's rows in their slots."""
+
+    own: KVCache  # of the block's rows
+    hidden: Array  # [b, S, D]
+    windows: Array  # int32 [], windows that were fed
+
+
+def _begin_block(
     spec: RolloutSpec,
     weights: Params,
-    feed_width: int,
-    windows: Array,
+    buckets: Buckets,
     own: KVCache,
     rows: Rows,
     texts: Array,
     starts: Array,
-) -> tuple[KVCache, Array]:
-    """Return the block's own cache with the new keys and values, and the states [b, S, D].
+) -> tuple[FedStates, Callable]:
+    """Return a block's states, and the function that feeds more windows, see `begin_rows`.
 
-    windows: windows to feed, of `feed_width` tokens each; nobody reads the slots that a window
-    writes after a row's last token. texts: int32 [b, S], of the responses. starts: int32 [b].
+    Nobody reads the slots that a window writes after a row's last token. texts: int32 [b, S], of
+    the responses. starts: int32 [b].
     """
     model = Transformer(spec.model, weights)
     layers = spec.model.num_layers
+    width = buckets.feed_width
     slots = cache_slots(own)
     first = rows.prompt_lens + starts
     shape = (len(starts), slots, spec.model.embed_dim)
@@ -197,20 +216,25 @@ def _feed_block(
         head = DraftHead(spec.model, weights["draft_head"])
         hidden = write_slots(hidden, rows.last_state[:, None], first - 1)
 
-    def feed_window(number: Array, state: tuple) -> tuple:
-        own, hidden = state
-        start = jnp.minimum(first + number * feed_width, slots - feed_width)
-        tokens = read_slots(texts, start - rows.prompt_lens, feed_width)
-        new, policy_cache = model(tokens, start, own[:layers])
-        head_cache = own[layers:]
-        hidden = write_slots(hidden, new, start)
+    def feed_window(states: FedStates) -> FedStates:
+        start = jnp.minimum(first + states.windows * width, slots - width)
+        tokens = read_slots(texts, start - rows.prompt_lens, width)
+        new, policy_cache = model(tokens, start, states.own[:layers])
+        head_cache = states.own[layers:]
+        hidden = write_slots(states.hidden, new, start)
         if head is not None:
-            states = read_slots(hidden, start - 1, feed_width)
-            _, layer = head(states, model.lookup(tokens), start, *head_cache)
+            before = read_slots(hidden, start - 1, width)
+            _, layer = head(before, model.lookup(tokens), start, *head_cache)
             head_cache = (layer,)
-        return (*policy_cache, *head_cache), hidden
+        return FedStates((*policy_cache, *head_cache), hidden, states.windows + 1)
 
-    return jax.lax.fori_loop(0, windows, feed_window, (own, hidden))
+    def compute(states: FedStates, nodes: Array, required: Array) -> FedStates:
+        positions = jnp.arange(slots)[None, :]
+        ends = jnp.max(jnp.where(required & (nodes >= 0), positions + 1, 0), axis=1)
+        windows = jnp.max(-(-(ends - first) // width))
+        return jax.lax.while_loop(lambda states: states.windows < windows, feed_window, states)
+
+    return FedStates(own, hidden, jnp.int32(0)), compute
 
 
 def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:

@@ -21,6 +21,7 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
+from specrl_jax.packing import TextSet
 from specrl_jax.rollout.engine.all_rows import (
     RowStarts,
     cut_drafts,
@@ -29,8 +30,16 @@ from specrl_jax.rollout.engine.all_rows import (
     write_held,
 )
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import PackedTexts, extend, pack_texts
+from specrl_jax.rollout.engine.extend import (
+    PackedTexts,
+    PrefillCounts,
+    TextPaths,
+    Texts,
+    extend,
+    pack_texts,
+)
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
+from specrl_jax.rollout.engine.text_states import TextStates, blank_states
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import (
     PADDING,
@@ -52,7 +61,12 @@ class Stats:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, empty slots included
-    extended_tokens: int = 0  # tokens that `extend` and `feed` computed, padding included
+    # Slots that `extend` and `feed` computed; of these: those that held a token, those whose tokens
+    # are now in rows, and those of prompts and held tokens that had been computed before.
+    extended_tokens: int = 0
+    filled_tokens: int = 0
+    read_tokens: int = 0
+    repeated_tokens: int = 0
     # Draft tokens that the rule decided on: each row's accepted ones and its first rejected one.
     verified_tokens: int = 0
     accepted_tokens: int = 0  # draft tokens that the rule accepted
@@ -77,6 +91,15 @@ class Stats:
             "rollout/tokens_extended": self.extended_tokens,
             "rollout/tokens_verified": self.verified_tokens,
         }
+        if self.extended_tokens:
+            rest = {
+                "rollout/extend_empty": self.extended_tokens - self.filled_tokens,
+                "rollout/extend_repeated": self.repeated_tokens,
+                "rollout/extend_rejected": self.filled_tokens - self.read_tokens,
+            }
+            needed = self.extended_tokens - sum(rest.values())
+            shares = {"rollout/extend_fill": needed} | rest
+            values |= {name: count / self.extended_tokens for name, count in shares.items()}
         if self.row_steps:
             fed = sum(size * steps * width for size, width, steps in self.decode_runs)
             wide = sum(size * steps for size, width, steps in self.decode_runs if width > 1)
@@ -140,6 +163,13 @@ class Runner:
         # some have finished and are not in `all_rows`.
         self.unfinished_at_write_back = 0
         self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
+        self._known_texts = TextSet()  # prompts and held tokens that `extend` has computed
+        # Of the last chunk, where chunks are computed as they are asked for.
+        self._text_states: TextStates | None = None
+        self._text_paths: list[TextPaths] = []
+        if self.buckets.window_slots:
+            self._text_states = blank_states(self.spec, buckets=self.buckets)
+            self._text_paths = [TextPaths() for _ in range(self.buckets.shards)]
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.lens.any())
@@ -172,15 +202,20 @@ class Runner:
         every = np.concatenate(row_ids)
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(every)
         prompt_lens = self.requests.prompts.lens[every // self.spec.group_size]
-        texts = pack_texts(
-            self.buckets,
-            self._texts[every],
-            prompt_lens + np.maximum(self.lens, self.draft_ends)[every],
-            [rows % self.shard_rows for rows in row_ids],
-            self.draft_ends[every],
+        known_lens = prompt_lens + self.lens[every]
+        texts = Texts(
+            tokens=self._texts[every],
+            lens=prompt_lens + np.maximum(self.lens, self.draft_ends)[every],
+            known_lens=known_lens,
+            row_ids=[rows % self.shard_rows for rows in row_ids],
+            draft_ends=self.draft_ends[every],
         )
-        self._run_prefill(extend, texts)
-        self.stats.extended_tokens += int(texts.count) * texts.sequences.tokens[0].size
+        packed = pack_texts(self.buckets, texts, self._text_paths)
+        packed = packed._replace(before=self._text_states)
+        self._text_states, counts = self._run_prefill(extend, packed)
+        distinct = {text[:n].tobytes() for text, n in zip(texts.tokens, known_lens)}
+        new = sum(self._known_texts.add(np.frombuffer(text, np.int32)) for text in distinct)
+        self.stats.repeated_tokens += int(counts.known) - new
 
     def slots_of_rows(self) -> np.ndarray:
         """Return each row's slot of the batch, int [B]; -1: it has none."""
@@ -206,13 +241,13 @@ class Runner:
             self.draft_ends[row_ids],
         )
         self._run_prefill(feed, fed)
-        fed_at_once = self.buckets.block_rows * self.buckets.shards * self.buckets.feed_width
-        self.stats.extended_tokens += int(fed.windows.sum()) * fed_at_once
 
-    def _run_prefill(self, program: Callable, packed: PackedTexts | Fed) -> None:
-        """Run `extend` or `feed`, and note its cost."""
+    def _run_prefill(
+        self, program: Callable, packed: PackedTexts | Fed
+    ) -> tuple[TextStates | None, PrefillCounts]:
+        """Run `extend` or `feed`, and note its cost; return the states, and the counts."""
         start = time.perf_counter()
-        self.cache, self.rows, counts, unfinished = program(
+        self.cache, self.rows, states, counts, unfinished = program(
             self.spec,
             self.buckets,
             self.weights,
@@ -222,11 +257,15 @@ class Runner:
             self.drafts,
             packed,
         )
-        verified, accepted = self._fetch_counts(counts, unfinished).tolist()
+        counts = self._fetch_counts(counts, unfinished)
         self.draft_state_stale = True
         self.stats.extend_seconds += time.perf_counter() - start
-        self.stats.verified_tokens += verified
-        self.stats.accepted_tokens += accepted
+        self.stats.extended_tokens += int(counts.computed)
+        self.stats.filled_tokens += int(counts.filled)
+        self.stats.read_tokens += int(counts.read)
+        self.stats.verified_tokens += int(counts.verified)
+        self.stats.accepted_tokens += int(counts.accepted)
+        return states, counts
 
     # Rows decode ----------------------------------------------------------------------------------
 

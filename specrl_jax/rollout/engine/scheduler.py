@@ -75,7 +75,10 @@ class Scheduler:
         if not np.any((waiting > 0) & (free >= enough)):
             return False
         row_ids = []
-        for queue, count in zip(queues, np.minimum(free, waiting).tolist()):
+        for queue, most in zip(queues, np.minimum(free, waiting).tolist()):
+            count = most
+            if not self.buckets.window_slots:
+                count = whole_groups(queue, most, runner.spec.group_size)
             row_ids.append(np.array(queue[:count], int))
             del queue[:count]
         runner.admit(row_ids)
@@ -135,6 +138,19 @@ class Scheduler:
             steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)
         return StopCondition.of(**bounds)
+
+
+def whole_groups(queue: Sequence[int], most: int, group_size: int) -> int:
+    """Return how many of the first `most` rows of a queue begin, so that no group is cut.
+
+    The rows of a group that begin later would compute its prompt again. A group is cut if no
+    other ends among these rows.
+    """
+    for count in range(most, 0, -1):
+        last = count == len(queue)
+        if last or queue[count - 1] // group_size != queue[count] // group_size:
+            return count
+    return most
 
 
 def _queues(runner: Runner, *, idle: bool) -> list[list[int]]:

@@ -13,15 +13,20 @@ from specrl_jax.rollout.engine.buckets import Buckets
 MODEL = ref.ONE_LAYER
 
 
-def test_worked_example():
+def test_worked_example(monkeypatch):
     """That of the module's docstring."""
     buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert buckets.sizes == (64, 32, 16, 8)
     assert buckets.cache_slots == 8 + 32 + 3
     assert buckets.widths == (1, 2, 4)
+    assert (buckets.sequence_slots, buckets.chunk_sequences) == (3 * 2 * (8 + 32), 1)
+    assert buckets.window_slots == 64
+    monkeypatch.setattr(bucket_sizes, "WINDOW_SLOTS", {})
+    buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
+    assert buckets.window_slots == 0
     assert buckets.chunks == 11  # 32 rows on each shard, at worst three to a chunk
-    assert buckets.verify_width == 32
+    assert buckets.verify_width == 16
     assert buckets.block_rows == 12
     assert buckets.refill == 8
     assert [buckets.size_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
@@ -99,8 +104,9 @@ def test_properties_over_many_sizes():
             assert bucket == min(r for r in sizes if r // shards >= most)
             assert buckets.size_below(bucket) < max(most * shards, 1)
         assert 1 <= buckets.refill <= own
-        # The chunks hold a sequence for every row of a shard; a block is no more than a shard.
-        assert buckets.chunks * buckets.chunk_sequences >= own
-        assert (buckets.chunks - 1) * buckets.chunk_sequences < own
+        # The chunks hold two rows' slots for every row of a shard; a block is at most a shard.
+        pairs = buckets.chunk_sequences * buckets.sequence_slots // (2 * (8 + slots))
+        assert buckets.chunks * pairs >= own
+        assert (buckets.chunks - 1) * pairs < own
         assert 1 <= buckets.block_rows <= own
         assert 1 <= buckets.verify_width <= slots

@@ -16,7 +16,8 @@ from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import extend, pack_texts
+from specrl_jax.rollout.engine.extend import TextPaths, Texts, extend, pack_texts
+from specrl_jax.rollout.engine.text_states import blank_states
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -36,11 +37,25 @@ TRUNCATED = ref.sampling.SamplingConfig(0.8, top_k=6, top_p=0.95)
 def small(monkeypatch):
     """Sequences and draft tokens come a few at a time. Buckets of equal fields are one program."""
     extend.clear_cache()
+    blank_states.clear_cache()
     monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
     monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
-    monkeypatch.setattr(bucket_sizes, "VERIFY_WIDTH", 3)
+    monkeypatch.setitem(bucket_sizes.WINDOW_SLOTS, "cpu", 5)
+    monkeypatch.setitem(bucket_sizes.VERIFY_WIDTH, "cpu", 3)
     yield
     extend.clear_cache()
+    blank_states.clear_cache()
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Chunks are computed at once, as on accelerators."""
+    extend.clear_cache()
+    blank_states.clear_cache()
+    monkeypatch.setattr(bucket_sizes, "WINDOW_SLOTS", {})
+    yield
+    extend.clear_cache()
+    blank_states.clear_cache()
 
 
 # Packing ------------------------------------------------------------------------------------------
@@ -55,7 +70,8 @@ def test_texts_by_hand(small):
     tokens[:, :5] = [[5, 6, 1, 2, 3], [5, 6, 1, 9, 0], [5, 6, 0, 0, 0], [7, 7, 0, 0, 0]]
     lens = np.array([5, 4, 2, 2], np.int32)
     rows = [np.array([2, 0, 1]), np.array([2])]
-    got = pack_texts(buckets, tokens, lens, rows, np.array([3, 2, 0, 0], np.int32))
+    ends = np.array([3, 2, 0, 0], np.int32)
+    got = pack_texts(buckets, Texts(tokens, lens, np.full(4, 2), rows, ends))
     assert got.sequences.tokens.shape == (3, 2, 28)
     assert got.sequences.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 9] + [0] * 22  # every prefix once
     assert got.sequences.depths[0, 0, :6].tolist() == [0, 1, 2, 3, 4, 3]
@@ -72,7 +88,7 @@ def test_texts_by_hand(small):
     nodes[0, 2, :2] = nodes[1, 0, :2] = [0, 1]
     np.testing.assert_array_equal(got.nodes, nodes)
     none = np.zeros((0, P + R), np.int32)
-    empty = pack_texts(buckets, none, none[:, 0], [none[:, 0]] * 2, none[:, 0])
+    empty = pack_texts(buckets, Texts(none, none[:, 0], none[:, 0], [none[:, 0]] * 2, none[:, 0]))
     shapes = jax.tree.map(np.shape, got)
     assert shapes == jax.tree.map(np.shape, empty)  # whatever the rows
     assert empty.count == 0
@@ -343,21 +359,35 @@ def check_case(case: Case, expected) -> None:
     assert (~done).any()
 
 
+def check_slots(case: Case, expected, got) -> None:
+    """Slots that were read hold a token; computed ones come in whole windows."""
+    assert 0 < got.known <= got.read <= got.filled <= got.computed
+    every = np.concatenate(case.begins)
+    known = (case.rows.prompt_lens + case.rows.lens)[every]
+    assert got.known <= known.sum()
+    assert got.read <= (known + (expected.prefix_lens - case.rows.prefix_lens)[every]).sum()
+    if case.buckets.window_slots:
+        assert got.computed % (case.buckets.window_slots * len(case.begins)) == 0
+
+
 CASES = {
-    "one chunk": ((1, 1, 1), False, PLAIN),
-    "chunks": ((1, 1, 1), True, TRUNCATED),
-    "shards": ((2, 2, 2), True, PLAIN),
+    "one chunk": ((1, 1, 1), "", PLAIN),
+    "chunks": ((1, 1, 1), "small", TRUNCATED),
+    "shards": ((2, 2, 2), "small", PLAIN),
+    "chunks at once": ((1, 1, 1), "small at_once", TRUNCATED),
+    "shards at once": ((2, 2, 2), "at_once", PLAIN),
 }
 
 
-@pytest.mark.parametrize(("shape", "is_small", "sampling"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("shape", "fixtures", "sampling"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("accept", sorted(ACCEPTANCE_RULES))
-def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sampling):
+def test_rows_begin(make_mesh, request, old_drafts, accept, shape, fixtures, sampling):
     """Rows, cache and counts; nothing else of the batch changes."""
+    is_small = "small" in fixtures
     if ACCEPTANCE_RULES[accept].needs_distribution:
         sampling = PLAIN  # K likely tokens are more than are left of a distribution
-    if is_small:
-        request.getfixturevalue("small")
+    for name in fixtures.split():
+        request.getfixturevalue(name)
     with jax.set_mesh(make_mesh(*shape)):
         params, weights = ref.policy(0.0, ref.ONE_LAYER)
         case = make_case(accept, sampling, old_drafts)
@@ -366,9 +396,14 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         pieces = shards("batch")
         every = np.concatenate(case.begins)
         own = [rows % (B // pieces) for rows in case.begins]
-        texts = pack_texts(
-            case.buckets, case.texts[every], case.lens[every], own, case.draft_ends[every]
-        )
+        known_lens = (case.rows.prompt_lens + case.rows.lens)[every]
+        states = None
+        paths = []
+        if case.buckets.window_slots:
+            states = blank_states(case.spec, buckets=case.buckets)
+            paths = [TextPaths() for _ in own]
+        begin = Texts(case.texts[every], case.lens[every], known_lens, own, case.draft_ends[every])
+        texts = pack_texts(case.buckets, begin, paths)
         assert (texts.count > 1) == is_small
         assert (texts.blocks.max() > 1) == is_small
         model = ref.ONE_LAYER
@@ -377,14 +412,15 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        cache, rows, got, left = extend(
+        cache, rows, _, got, left = extend(
             ref.with_lenience(case.spec, LOG_LENIENCE), case.buckets, weights, before,
             ref.put_rows(batch),
-            ref.put_rows(case.rows), ref.put_rows(case.drafts), texts,
+            ref.put_rows(case.rows), ref.put_rows(case.drafts), texts._replace(before=states),
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
-    assert np.asarray(got).tolist() == counts
+    assert [int(got.verified), int(got.accepted)] == counts
+    check_slots(case, expected, got)
     order = slots_of(case, texts, batch_of(case).index)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
@@ -393,7 +429,9 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         np.testing.assert_array_equal(values[~begun], before[name][~begun], name)
     check_rows(jax.tree.map(lambda x: x[begun], rows), jax.tree.map(
         lambda x: x[order[begun]], expected))  # fmt: skip
-    inside = np.arange(slots) < case.lens[:, None]
+    # Where chunks are computed as they are asked for, a row has the keys of what it holds.
+    written = (expected.prompt_lens + expected.lens - 1) if states else case.lens
+    inside = np.arange(slots) < np.minimum(written, case.lens)[:, None]
     for mine, theirs in zip(cache, truth, strict=True):
         assert (mine[~begun] == 7).all()
         filled = inside[order[begun]]

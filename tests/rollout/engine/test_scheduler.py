@@ -11,7 +11,7 @@ from rollout_reference import ONE_BUCKET, as_drafts, check_equal
 from scheduler_cases import MAX_LENS, PROMPTS, B, R, make_spec, run_rollout
 
 from specrl_jax.rollout.engine.runner import Runner
-from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.rollout.engine.scheduler import Scheduler, whole_groups
 from specrl_jax.types import Source
 
 QUEUES = {
@@ -178,3 +178,18 @@ def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
         np.asarray(rollout.tokens.ids)[:, 0], rollouts.endless.tokens.ids[:, 0]
     )
     assert stats.decode_steps == 2 * (R - 1)  # the shard's rows, four after four
+
+
+@pytest.mark.parametrize(
+    ("queue", "most", "begin"),
+    [
+        ([4, 5, 6, 7, 8, 9, 10, 11], 6, 4),  # one group, not half of the next
+        ([6, 7, 8, 9, 10, 11], 5, 2),  # the rest of a group
+        ([4, 5, 6, 7, 8], 3, 3),  # none ends: a group is cut
+        ([4, 5, 6, 7], 4, 4),
+        ([5, 9, 13], 2, 2),
+        ([], 0, 0),
+    ],
+)
+def test_groups_begin_whole(queue, most, begin):
+    assert whole_groups(queue, most, group_size=4) == begin
