@@ -7,7 +7,6 @@ scaled frequencies are a tensor of divisors, and the norms of Gemma have the 1 t
 import functools
 import itertools
 import re
-import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -84,21 +83,40 @@ def read(
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (metadata without the vocabulary, tensors), both by name."""
-    if part := re.search(r"-(\d{5})-of-(\d{5})$", file.stem):
-        whole = file.with_name(file.name.replace(part[0], ""))
-        first = file.with_name(file.name.replace(part[0], f"-00001-of-{part[2]}"))
-        raise ValueError(
-            f"{file} must be a whole model, it is part {int(part[1])} of {int(part[2])}; "
-            f"join them: llama-gguf-split --merge {shlex.quote(str(first))} "
-            f"{shlex.quote(str(whole))}"
-        )
-    with one_line(f"{file} must be a whole GGUF file"):
-        reader = open_gguf(file)
-        slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder
-        fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
-        _check_offsets(reader)
-        metadata = {name: field.contents() for name, field in fields.items()}
-        return metadata, {tensor.name: tensor for tensor in reader.tensors}
+    metadata = {}
+    tensors = {}
+    files = parts_of(file)
+    for number, part in enumerate(files):
+        with one_line(f"{part} must be a whole GGUF file"):
+            reader = open_gguf(part)
+            slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder
+            fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
+            _check_offsets(reader)
+            own = {name: field.contents() for name, field in fields.items()}
+        place = own.get("split.no", 0), own.get("split.count", 1)
+        if place != (number, len(files)):
+            rule = f"must be part {number + 1} of {len(files)}, as its name says"
+            raise ValueError(f"{part} {rule}, got part {place[0] + 1} of {place[1]}")
+        metadata = own | metadata
+        tensors |= {tensor.name: tensor for tensor in reader.tensors}
+    return metadata, tensors
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return all files of the model that `file` holds or is a part of; the first has its metadata.
+
+    Raises ValueError in one line where one is missing.
+    """
+    named = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})", file.stem)
+    if not named:
+        return [file]
+    name, count = named.groups()
+    parts = [f"{name}-{n + 1:05}-of-{count}{file.suffix}" for n in range(int(count))]
+    files = [file.with_name(part) for part in parts]
+    if missing := [path.name for path in files if not path.is_file()]:
+        rule = f"must lie beside the other parts of its model, {len(files)} in all"
+        raise ValueError(f"{file} {rule}; {missing[0]} is missing")
+    return files
 
 
 def _check_offsets(reader: Any) -> None:

@@ -38,9 +38,9 @@ def read(path: Path) -> tuple[Any, list[int]]:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    from specrl_jax.models.gguf import open_gguf
+    from specrl_jax.models.gguf import open_gguf, parts_of
 
-    fields = open_gguf(path).fields
+    fields = open_gguf(parts_of(path)[0]).fields
 
     def field(name: str, default: Any = None) -> Any:
         value = fields.get(f"tokenizer.{name}")

@@ -14,7 +14,7 @@ import pytest
 from references.make_references import TINY
 from safetensors.numpy import load_file
 
-from specrl_jax.models import gguf, hf
+from specrl_jax.models import hf
 from specrl_jax.models.config import LinearScaling, RopeScaling, YarnScaling
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.gguf import open_gguf
@@ -59,7 +59,9 @@ def join_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return joined
 
 
-def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=None) -> Path:
+def write_gguf(
+    name: str, folder: Path, fields=None, tensors=None, architecture=None, **options
+) -> Path:
     """A tiny reference as llama.cpp's converter writes it: weights float16, norms float32."""
     from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
@@ -67,7 +69,7 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     own = FAMILIES[config.family].gguf or config.family
     family = architecture or own
     path = folder / f"{name}.gguf"
-    writer = GGUFWriter(path, family)
+    writer = GGUFWriter(path, family, **options)
     metadata = {
         "block_count": config.num_layers,
         "context_length": config.max_positions,
@@ -233,9 +235,34 @@ def test_refused_families_and_tensors(tmp_path):
         hf.load(str(file))
 
 
-def test_a_part_of_a_split_file_says_how_to_join_all(tmp_path):
-    file = tmp_path / "a model-00002-of-00003.gguf"
-    first = tmp_path / "a model-00001-of-00003.gguf"
-    line = rf"it is part 2 of 3; join them: .* '{first}' '.*model.gguf'$"
-    with pytest.raises(ValueError, match=line):
-        gguf.read(file)
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama_biases"])
+def test_a_split_file_is_read_whole_whichever_part_is_named(name, tmp_path):
+    _, expected = hf.load(str(write_gguf(name, tmp_path)))
+    write_gguf(name, tmp_path, split_max_tensors=9)
+    parts = sorted(tmp_path.glob(f"{name}-*.gguf"))
+    assert len(parts) > 2
+    for part in (parts[0], parts[-1]):
+        config, params = hf.load(str(part))
+        assert config == hf.load_config(str(part))
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_parts_that_are_missing_or_of_another_model(tmp_path):
+    write_gguf("llama_biases", tmp_path, split_max_tensors=9)
+    first, second, *others = sorted(tmp_path.glob("*.gguf"))
+    content = second.read_bytes()
+    second.unlink()
+    total = len(others) + 2
+    rule = rf"^{first} must lie beside the other parts of its model, {total} in all; {second.name}"
+    with pytest.raises(ValueError, match=rule + " is missing$"):
+        hf.load(str(first))
+    second.write_bytes(others[0].read_bytes())
+    rule = rf"^{second} must be part 2 of {total}, as its name says, got part 3 of {total}$"
+    with pytest.raises(ValueError, match=rule):
+        hf.load(str(others[0]))
+    second.write_bytes(content[:100])
+    with pytest.raises(ValueError, match=rf"^{second} must be a whole GGUF file"):
+        hf.load(str(first))
+    whole = write_gguf("qwen3_tied", tmp_path)
+    renamed = whole.rename(tmp_path / "other-00001-of-00001.gguf")
+    hf.load(str(renamed))
