@@ -126,6 +126,9 @@ class Tokens:
     # float32 [B, T, k + 1], chance that a token of the draft was emitted here, by token of top_ids
     # and of all others; 0 where there was none. Where a recipe asks for it.
     accepted_probs: Array | None = None
+    # `ModelConfig.routing` [B, T, L, k], ids + 1 of the experts of the token before, whose state
+    # chose this one, by layer; 0: not known. Where updates replay them.
+    routing: Array | None = None
 
     def only(self, *names: str) -> "Tokens":
         """Return the ids and the columns of these names."""
@@ -156,10 +159,19 @@ class Rollout:
     prefix_lens: Array  # int32 [B], tokens accepted from the draft
 
     @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0, *, accepted: bool = False) -> "Rollout":
+    def empty(
+        cls,
+        rows: int,
+        slots: int,
+        k: int = 0,
+        *,
+        accepted: bool = False,
+        routing: jax.ShapeDtypeStruct | None = None,
+    ) -> "Rollout":
         """Return responses of no tokens.
 
-        k: likeliest tokens that are kept. accepted: with `Tokens.accepted_probs`.
+        k: likeliest tokens that are kept. accepted: with `Tokens.accepted_probs`. routing: of each
+        token; None: without.
         """
 
         def zeros(dtype, *rest: int) -> Array:
@@ -177,6 +189,7 @@ class Rollout:
             top_ids=zeros(jnp.int32, slots, k) if k else None,
             top_logprobs=zeros(jnp.float32, slots, k) if k else None,
             accepted_probs=zeros(jnp.float32, slots, k + 1) if accepted else None,
+            routing=zeros(routing.dtype, slots, *routing.shape) if routing else None,
         )
         return cls(tokens, lens=zeros(jnp.int32), prefix_lens=zeros(jnp.int32))
 
@@ -202,6 +215,7 @@ class Batch:
     # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
     # None: among all tokens.
     support: Array | None = None
+    routing: Array | None = None  # [B, R, L, k], `Tokens.routing` to replay; None: none
     # float32 [B], weight of -log π, which is then a row's only loss: the policy did not write it.
     # 0 for rows that it wrote; None: it wrote all.
     supervised: Array | None = None

@@ -154,18 +154,20 @@ def slot_logprobs(
     support_mTk: Array | None = None,
     term_inputs: tuple = (),
     shared: tuple = (),
+    routing_mTLk: Array | None = None,
 ) -> tuple[TokenLogprobs, Array, Load | None]:
     """Pass a micro-batch through the policy, and through a critic that has its own decoder.
 
     support: from `slot_support`; log-probs are among these tokens, entropies among all.
     term_inputs, shared: of each term of the loss, what its `read` gets; (): they read nothing.
+    routing: from `slot_routing`, which the policy replays.
 
     Returns what the parent's state says of each slot's token, [m, T], the policy's states
     [m, T, D], and the load of its experts by layer; None without any.
     """
     model = Transformer(update_spec.model, params)
     counted_mT = None if update_spec.model.dense else held_slots(sequences)
-    states_mTD, load = _states(model, sequences, counted_mT)
+    states_mTD, load = _states(model, sequences, counted_mT, routing_mTLk)
     hidden_mTD = gather_tokens(states_mTD, sequences.parents)
 
     def read_logits(logits: Array, inputs: tuple, *shared: Any) -> tuple[Array, Array, tuple]:
@@ -232,18 +234,44 @@ def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequence
     return reshape(picked, (*shape, -1), "batch", None, None)
 
 
+def slot_routing(routing_nRLk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
+    """Return the experts of a micro-batch's slots to replay, ids + 1 [m, T, L, k]; None of None.
+
+    0 in slots whose experts are not known: of prompts before their last token, of last tokens. Of
+    rows that share a slot the last one's are taken. Arguments: see `slot_support`.
+    """
+    if routing_nRLk is None:
+        return None
+    shape = sequences.tokens.shape
+    firsts = jnp.arange(0, sequences.tokens.size, shape[1])[:, None]
+    parents = jax.sharding.reshard(sequences.parents, jax.P(None, None)) + firsts
+    here = (nodes_nR >= 0) & (nodes_nR < parents.size)
+    nodes = jnp.where(here, nodes_nR, 0)
+    nodes = parents.reshape(-1).at[nodes].get(out_sharding=axes("batch", None))
+    per_token = routing_nRLk.shape[2:]
+    flat = reshape(routing_nRLk, (*nodes.shape, -1), "batch", None, None).astype(jnp.int32)
+    slots = slot_support(flat, jnp.where(here, nodes, -1), sequences)
+    return reshape(jnp.maximum(slots, 0), (*shape, *per_token), "batch", None, None, None)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def logprobs(
-    update_spec: UpdateSpec, params: Params, packed: PackedRows, support_nRk: Array | None = None
+    update_spec: UpdateSpec,
+    params: Params,
+    packed: PackedRows,
+    support_nRk: Array | None = None,
+    routing_nRLk: Array | None = None,
 ) -> Array:
     """Return log-probs [n, R] of packed rows (reference, old policy).
 
-    support: `Batch.support` of these rows.
+    support, routing: those of `Batch` of these rows; routing of the policy alone.
     """
 
     def read(part: Sequences, nodes_nR: Array) -> Array:
         support = slot_support(support_nRk, nodes_nR, part)
-        return slot_logprobs(update_spec, params, None, part, support)[0].logprobs
+        routing = slot_routing(routing_nRLk, nodes_nR, part)
+        slots, *_ = slot_logprobs(update_spec, params, None, part, support, routing_mTLk=routing)
+        return slots.logprobs
 
     return _map_micro_batches(read, packed)
 
@@ -253,10 +281,12 @@ def with_model(update_spec: UpdateSpec, model: ModelConfig) -> UpdateSpec:
     return dataclasses.replace(update_spec, model=model)
 
 
-def logprobs_inputs(update_spec: UpdateSpec, params: Params, batch: Batch) -> tuple:
+def logprobs_inputs(
+    update_spec: UpdateSpec, params: Params, batch: Batch, routing: Array | None = None
+) -> tuple:
     """Return the inputs of `logprobs` for all rows of a batch."""
     packed = abstract_packed(update_spec, batch, len(batch.tokens))
-    return update_spec, params, packed, batch.support
+    return update_spec, params, packed, batch.support, routing
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -265,13 +295,19 @@ def critic_values(
     state: PolicyState,
     packed: PackedRows,
     base_params: Params | None = None,
+    routing_nRLk: Array | None = None,
 ) -> Array:
-    """Return the critic's values [n, R] of packed rows. base_params: as in `update.update`."""
+    """Return the critic's values [n, R] of packed rows. base_params: as in `update.update`.
+
+    routing: `Batch.routing` of these rows.
+    """
     policy = adapted(update_spec.model, state.policy.params, base_params)
     critic = state.modules["critic"].params
 
-    def read(part: Sequences, _: Array) -> Array:
-        return slot_logprobs(update_spec, policy, critic, part)[0].values
+    def read(part: Sequences, nodes_nR: Array) -> Array:
+        routing = slot_routing(routing_nRLk, nodes_nR, part)
+        slots, *_ = slot_logprobs(update_spec, policy, critic, part, routing_mTLk=routing)
+        return slots.values
 
     return _map_micro_batches(read, packed)
 
@@ -281,7 +317,7 @@ def values_inputs(
 ) -> tuple:
     """Return the inputs of `critic_values` for all rows of a batch."""
     packed = abstract_packed(update_spec, batch, len(batch.tokens))
-    return update_spec, state, packed, base_params
+    return update_spec, state, packed, base_params, batch.routing
 
 
 @jax.jit
@@ -296,7 +332,10 @@ def hidden_states(model: Transformer, sequences: Sequences) -> Array:
 
 
 def _states(
-    model: Transformer, sequences: Sequences, counted_mT: Array | None = None
+    model: Transformer,
+    sequences: Sequences,
+    counted_mT: Array | None = None,
+    routing_mTLk: Array | None = None,
 ) -> tuple[Array, Load | None]:
     """Return hidden states [m, T, D] of the slots, and the load of experts in those counted.
 
@@ -307,6 +346,7 @@ def _states(
         positions_BT=sequences.depths,
         ends_BT=sequences.ends,
         counted_BT=counted_mT,
+        routing_BTLk=routing_mTLk,
     )
 
 

@@ -190,6 +190,8 @@ UPDATES = Section("updates", "", (
     field("clip_norm", 1.0, "global gradient norm; 0: off; paper 1.0", within(0, 1e6)),
     field("skip_nonfinite", 0,
           "updates in a row with NaN or inf to skip before the run fails; 0: none", integer()),
+    field("replay_routing", False, "a mixture's experts are those of the rollout (R3, 2510.11370)",
+          SWITCH),
     field("old_logprobs", "rollout", "rollout | recompute (one more pass) | current (ratio 1)",
           choice(_old_logprobs)),
 ), may_change=NEW_RUN)

@@ -28,6 +28,7 @@ from specrl_jax.algorithms.scoring import (
     read_nodes,
     read_wide_nodes,
     slot_logprobs,
+    slot_routing,
     slot_support,
 )
 from specrl_jax.algorithms.terms import LossTerm
@@ -62,6 +63,7 @@ def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batc
         response_lens=rollout.lens,
         old_logprobs=tokens.policy_logprobs,
         forced=tokens.sources == Source.FORCED,
+        routing=tokens.routing,
         advantages=jnp.zeros_like(tokens.policy_logprobs),
     )
 
@@ -162,7 +164,7 @@ def _gradients(
     own_sums: Scalars = {}
     if prepare := OBJECTIVES[update_spec.loss.objective].prepare:
         policy = adapted(update_spec.model, state.policy.params, base_params)
-        before = logprobs(update_spec, policy, packed, batch.support)
+        before = logprobs(update_spec, policy, packed, batch.support, batch.routing)
         batch, own_sums = prepare(batch, before, update_spec.loss)
     params = {name: module.params for name, module in state.modules.items()}
     by_loss = {name: params[name] for name in ("policy", "critic") if name in params}
@@ -216,9 +218,11 @@ def _loss_of(
     def loss(weights: Gradients, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         policy = adapted(update_spec.model, weights["policy"], base_params)
         support = slot_support(part.support, nodes, sequences)
+        routing = slot_routing(part.routing, nodes, sequences)
         term_inputs, shared = _term_inputs(terms, part, frozen, sequences, nodes)
         slots, states, load = slot_logprobs(
-            update_spec, policy, weights.get("critic"), sequences, support, term_inputs, shared
+            *(update_spec, policy, weights.get("critic"), sequences),
+            *(support, term_inputs, shared, routing),
         )
         rows = read_nodes(slots._replace(terms=()), nodes)
         read = read_wide_nodes(slots.terms, nodes)

@@ -175,6 +175,7 @@ def make_update_spec(
     which are not trained. Raises ValueError in one line where the model or the mesh does not allow
     its settings.
     """
+    _of_mixture(model, "updates.replay_routing", config.updates.replay_routing)
     return UpdateSpec(
         model=model,
         loss=_make_loss_config(config, frozen),
@@ -186,7 +187,7 @@ def make_update_spec(
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         draft_head=_make_head_training(config, model) if has_draft_head else None,
         loss_count=max((x.loss_count(config) for x in all_chosen(config, "STAGE")), default=0),
-        balance_coef=_balance_coef(config, model),
+        balance_coef=_of_mixture(model, "algorithm.balance_coef", config.algorithm.balance_coef),
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
@@ -203,14 +204,14 @@ def _make_loss_config(config, frozen: ModelConfig | None) -> LossConfig:
     )
 
 
-def _balance_coef(config, model: ModelConfig) -> float:
-    coef = config.algorithm.balance_coef
-    if coef and model.dense:
+def _of_mixture(model: ModelConfig, field: str, value: float) -> float:
+    """Return the value of a field that only mixtures of experts have."""
+    if value and model.dense:
         raise ValueError(
-            f"algorithm.balance_coef needs a mixture of experts, family {model.family} is none; "
-            f"add --config.algorithm.balance_coef=0, got {coef:g}"
+            f"{field} needs a mixture of experts, family {model.family} is none; "
+            f"add --config.{field}={type(value)()!r}, got {value!r}"
         )
-    return coef
+    return value
 
 
 def _make_critic(config) -> Critic:

@@ -178,10 +178,13 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     scored = {}
     if OLD_LOGPROBS[settings.updates.old_logprobs].recomputed:
         scored["log-probs"] = run.policy
-    if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
+    routing = run.batch.routing
+    same = run.reference_policy is scored.get("log-probs") and routing is None
+    if settings.algorithm.kl_coef and not same:
         scored["log-probs of the reference"] = run.reference_policy
     for name, params in scored.items():
-        inputs = logprobs_inputs(update_spec, params, run.batch)
+        replayed = routing if name == "log-probs" else None
+        inputs = logprobs_inputs(update_spec, params, run.batch, replayed)
         yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
     frozen = frozen_of(settings)
     if frozen and frozen.scores_tokens(settings):

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax
+import numpy as np
+
 MAX_INT = 2**31 - 1  # sizes and positions are int32
 MAX_LAYERS = 4096  # there is a loop over them
 
@@ -120,6 +123,13 @@ class ModelConfig:
     @property
     def dense(self) -> bool:
         return not self.num_experts
+
+    @property
+    def routing(self) -> jax.ShapeDtypeStruct:
+        """Return the shape of a token's `types.Tokens.routing`."""
+        return jax.ShapeDtypeStruct(
+            (self.num_layers, self.experts_per_token), np.min_scalar_type(self.num_experts)
+        )
 
     @property
     def mlp_width(self) -> int:

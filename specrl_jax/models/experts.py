@@ -17,6 +17,13 @@ from jax import Array
 from specrl_jax.sharding import axes, platform, shards
 
 
+class Routed(NamedTuple):
+    """Work of a layer's router."""
+
+    load: "Load"
+    ids: Array  # int32 [B, T, k], experts of each token
+
+
 class Load(NamedTuple):
     """Sums over tokens of what a router did, float32; of a stack of layers [L, ...]."""
 
@@ -25,15 +32,23 @@ class Load(NamedTuple):
     count: Array  # [], tokens
 
 
-def route(x_MD: Array, router_DE: Array, chosen: int, norm: bool) -> tuple[Array, Array, Array]:
+def route(
+    x_MD: Array, router_DE: Array, chosen: int, norm: bool, replayed_Mk: Array | None = None
+) -> tuple[Array, Array, Array]:
     """Return probabilities [M, E], and weights and ids [M, k] of each token's experts.
 
     All in float32, as a bfloat16 router would choose other experts. norm: weights add up to 1.
+    replayed: ids + 1 that take the router's choice from it, not its weights (R3, arXiv 2510.11370);
+    0: it chooses.
     """
     layout = axes("batch", None)
     scores = jnp.einsum("MD,DE->ME", x_MD.astype(jnp.float32), router_DE, out_sharding=layout)
     probs_ME = jax.nn.softmax(scores, axis=-1)
     weights_Mk, ids_Mk = jax.lax.top_k(probs_ME, chosen)
+    if replayed_Mk is not None:
+        ids_Mk = jnp.where(replayed_Mk > 0, replayed_Mk.astype(jnp.int32) - 1, ids_Mk)
+        chosen_MkE = jax.nn.one_hot(ids_Mk, probs_ME.shape[-1])
+        weights_Mk = jnp.sum(chosen_MkE * probs_ME[:, None], axis=-1)
     if norm:
         weights_Mk = weights_Mk / jnp.sum(weights_Mk, axis=-1, keepdims=True)
     return probs_ME, weights_Mk, ids_Mk

@@ -190,6 +190,7 @@ class Place(NamedTuple):
     slots: Array | None = None
     window: int | Array | None = None  # of a local layer; None: it sees all
     counted: Array | None = None  # bool [B, T], tokens in the load of experts; None: all
+    routing: Array | None = None  # [B, T, k], experts to replay, see `experts.route`; None: none
 
 
 class LayerModule(nnx.Module):
@@ -355,29 +356,34 @@ class Experts(LayerModule):
 
     names = ("router", "expert_gate", "expert_up", "expert_down")
 
-    def __call__(self, x_BTD: Array, counted_BT: Array | None) -> tuple[Array, experts.Load]:
-        """Return the output and the load of the experts; counted: see `experts.load`."""
+    def __call__(self, x_BTD: Array, place: Place) -> tuple[Array, experts.Routed]:
         config = self.config
-        flat = axes("batch", None)
-        x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
+
+        def flatten(x: Array | None) -> Array | None:
+            if x is None:
+                return None
+            layout = axes("batch", *(None,) * (x.ndim - 2))
+            return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=layout)
+
+        x_MD = flatten(x_BTD)
         router_DE = reshard(self.router[...].astype(jnp.float32), None, None)
         probs_ME, weights_Mk, ids_Mk = experts.route(
-            x_MD, router_DE, config.experts_per_token, config.norm_topk
+            x_MD, router_DE, config.experts_per_token, config.norm_topk, flatten(place.routing)
         )
         weights = [self.weight(name) for name in self.names[1:]]
         out_MD = experts.mix(ACTIVATIONS[config.activation], x_MD, weights_Mk, ids_Mk, *weights)
-        counted_M = counted_BT
-        if counted_BT is not None:
-            counted_M = jnp.reshape(counted_BT, -1, out_sharding=axes("batch"))
-        out_BTD = jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
-        return out_BTD, experts.load(probs_ME, ids_Mk, counted_M)
+        layout = axes("batch", None, None)
+        out_BTD = jnp.reshape(out_MD, x_BTD.shape, out_sharding=layout)
+        ids_BTk = jnp.reshape(ids_Mk, (*x_BTD.shape[:2], -1), out_sharding=layout)
+        load = experts.load(probs_ME, ids_Mk, flatten(place.counted))
+        return out_BTD, experts.Routed(load, ids_BTk)
 
 
 class DecoderLayer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); without pre norms
-    the inner ones are left out. A call returns the load of its experts too, None without any.
+    the inner ones are left out. A call returns `experts.Routed` too, None without any experts.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
@@ -396,12 +402,12 @@ class DecoderLayer(nnx.Module):
         out_BTD, cache = self.attention(self._norm(x_BTD, self.pre_norms[0]), rope, place, cache)
         x_BTD = self._add(x_BTD, out_BTD, self.post_norms[0])
         normed = self._norm(x_BTD, self.pre_norms[1])
-        load = None
+        routed = None
         if self.config.dense:
             out_BTD = self.mlp(normed)
         else:
-            out_BTD, load = self.mlp(normed, place.counted)
-        return self._add(x_BTD, out_BTD, self.post_norms[1]), cache, load
+            out_BTD, routed = self.mlp(normed, place)
+        return self._add(x_BTD, out_BTD, self.post_norms[1]), cache, routed
 
     def _norm(self, x_BTD: Array, weight: nnx.Param | None) -> Array:
         return x_BTD if weight is None else rms_norm(x_BTD, weight[...], self.config)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax.models import lora
+from specrl_jax.models import experts, lora
 from specrl_jax.models.config import MAX_INT, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import (
@@ -77,6 +77,8 @@ class Transformer(nnx.Module):
         gives_cache: bool = False,
         counted_BT: Array | None = None,
         slots_BT: Array | None = None,
+        routing_BTLk: Array | None = None,
+        gives_routing: bool = False,
     ) -> tuple[Array, KVCache | None]:
         """Return hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
@@ -87,6 +89,9 @@ class Transformer(nnx.Module):
         gives_cache: Give keys and values [L, B, T, K, H] in the place of a cache.
         counted_BT: bool, the tokens whose load of experts (`experts.Load` of all layers) to give in
             the place of a cache, without `gives_cache`; None: none.
+        routing_BTLk: Experts to replay, ids + 1, see `experts.route`, without a cache; None: none.
+        gives_routing: Give the cache and the chosen experts, `config.routing` [B, T, L, k], as a
+            pair in the place of a cache.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         slots_BT: int32, slots of the tokens in packed tries of S slots, those from S on of none.
@@ -94,7 +99,7 @@ class Transformer(nnx.Module):
             and positions and ends are [B, S].
         """
         rows, width = tokens_BT.shape
-        place = Place(start_B, ends_BT, counted=counted_BT, slots=slots_BT)
+        place = Place(start_B, ends_BT, counted=counted_BT, slots=slots_BT, routing=routing_BTLk)
         if slots_BT is not None:
             slots = positions_BT.shape[1]
             rotary_BT = gather_tokens(positions_BT, jnp.minimum(slots_BT, slots - 1))
@@ -109,7 +114,12 @@ class Transformer(nnx.Module):
             ropes = ropes._replace(of_local=self._rope(rotary_BT, slots, local=True))
             place = place._replace(positions=positions_BT)
         x_BTD = self.lookup(tokens_BT)
-        x_BTD, cache = self._run_layers(x_BTD, ropes, place, cache, gives_cache)
+        x_BTD, cache, ids_LBTk = self._run_layers(
+            x_BTD, ropes, place, cache, gives_cache, gives_routing
+        )
+        if gives_routing:
+            routing_LBTk = (ids_LBTk + 1).astype(self.config.routing.dtype)
+            cache = (cache, jnp.moveaxis(routing_LBTk, 0, 2))
         return rms_norm(x_BTD, self.final_norm[...], self.config), cache
 
     def _rope(self, positions_BT: Array, slots: int, local: bool) -> Rope:
@@ -145,38 +155,50 @@ class Transformer(nnx.Module):
         return x_BTD * jnp.asarray(self.config.embed_factor, x_BTD.dtype)
 
     def _run_layers(
-        self, x_BTD, ropes: "Ropes", place: Place, cache: KVCache | None, gives_cache: bool
-    ):
-        """Run all layers."""
+        self,
+        x_BTD: Array,
+        ropes: Ropes,
+        place: Place,
+        cache: KVCache | None,
+        gives_cache: bool,
+        gives_routing: bool,
+    ) -> tuple[Array, KVCache | experts.Load | None, Array | None]:
+        """Run all layers; return states, cache or load, and chosen experts [L, B, T, k] or None."""
         local_L = self.config.local_layers
         unrotated_L = self.config.unrotated_layers
         window = self.config.sliding_window
         if cache is not None:
             new_cache = []
+            chosen = []
             for i, (params, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
                 local = bool(local_L) and local_L[i]
                 rope = ropes.of(local, bool(unrotated_L) and unrotated_L[i])
                 own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)
-                x_BTD, layer_cache, _ = block(x_BTD, rope, own_place, layer_cache)
+                x_BTD, layer_cache, routed = block(x_BTD, rope, own_place, layer_cache)
                 new_cache.append(layer_cache)
-            return x_BTD, tuple(new_cache)
+                chosen.append(routed.ids if gives_routing else None)
+            return x_BTD, tuple(new_cache), jnp.stack(chosen) if gives_routing else None
 
-        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None, Array | None]):
-            params, local, unrotated = inputs
+        def layer(x_BTD: Array, inputs: tuple[dict[str, Array] | Array | None, ...]):
+            params, local, unrotated, routing_BTk = inputs
             rope = ropes.of(local, unrotated)
-            own_place = place
+            own_place = place._replace(routing=routing_BTk)
             if local is not None:
-                own_place = place._replace(window=jnp.where(local, window, MAX_INT))
-            x_BTD, fresh, load = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
+                own_place = own_place._replace(window=jnp.where(local, window, MAX_INT))
+            x_BTD, fresh, routed = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
+            chosen = routed.ids if gives_routing else None
             if gives_cache:
-                return x_BTD, fresh
-            return x_BTD, None if place.counted is None else load
+                return x_BTD, (fresh, chosen)
+            return x_BTD, (None if place.counted is None else routed.load, chosen)
 
         if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
         kinds = [jnp.array(kind) if kind else None for kind in (local_L, unrotated_L)]
-        return jax.lax.scan(layer, x_BTD, (dict(self.layers), *kinds))
+        routing_LBTk = None if place.routing is None else jnp.moveaxis(place.routing, 2, 0)
+        inputs = (dict(self.layers), *kinds, routing_LBTk)
+        x_BTD, (fresh_or_load, chosen) = jax.lax.scan(layer, x_BTD, inputs)
+        return x_BTD, fresh_or_load, chosen
 
 
 def compute_head(head_VD: Array, dtype) -> Array:

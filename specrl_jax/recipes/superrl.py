@@ -20,6 +20,7 @@ from specrl_jax.config.fields import NEW_RUN, Check, Section, Values, When, fiel
 from specrl_jax.config.kinds import WEIGHT
 from specrl_jax.data.prompts import digest, encode_solutions
 from specrl_jax.data.settings import SOLUTIONS
+from specrl_jax.rollout.rows import where_rows
 from specrl_jax.sharding import put
 from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.types import Batch
@@ -88,6 +89,7 @@ def _replace_rows(batch: Batch, tokens_BR: Array, lens: Array, weights: Array) -
         response_lens=jnp.where(replaced, lens, batch.response_lens),
         advantages=jnp.where(replaced[:, None], 0, batch.advantages),
         supervised=weights,
+        routing=jax.tree.map(lambda x: where_rows(replaced, jnp.zeros_like(x), x), batch.routing),
     )
 
 

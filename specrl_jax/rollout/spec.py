@@ -51,6 +51,7 @@ def noise_visits(config) -> int:
         "draft_head",
         "stored_logprobs",
         "keeps_accepted",
+        "keeps_routing",
         "max_width",
         "row_buckets",
         "max_rows",
@@ -78,6 +79,7 @@ class RolloutSpec:
     draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     keeps_accepted: bool = False  # rollouts have `Tokens.accepted_probs`
+    keeps_routing: bool = False  # rollouts have `Tokens.routing`
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     row_buckets: int = 4  # number of batch sizes, each half the last
     max_rows: int = 0  # most rows computed at once; 0: all
@@ -125,6 +127,7 @@ class RolloutSpec:
             draft_source=drafts.make_source(settings) if drafts.make_source else None,
             draft_head=sampling if drafts.head else None,
             stored_logprobs=stored,
+            keeps_routing=config.updates.replay_routing,
             max_width=settings.max_width if drafts.proposes else 1,
             stop=stop,
             turns=bool(config.environment.name),
@@ -144,6 +147,7 @@ class RolloutSpec:
             draft_head=None,
             stored_logprobs=0,
             keeps_accepted=False,
+            keeps_routing=False,
             max_width=1,
             row_buckets=min(self.row_buckets, 2),  # evaluation is rare: few programs are enough
         )
@@ -151,8 +155,17 @@ class RolloutSpec:
     def empty_rollout(self, rows: int) -> Rollout:
         """Return a rollout's rows without tokens."""
         return Rollout.empty(
-            rows, self.response_slots, self.stored_logprobs, accepted=self.keeps_accepted
+            rows,
+            self.response_slots,
+            self.stored_logprobs,
+            accepted=self.keeps_accepted,
+            routing=self.routing,
         )
+
+    @property
+    def routing(self) -> jax.ShapeDtypeStruct | None:
+        """Return the shape of a token's `Tokens.routing`; None: it is not kept."""
+        return self.model.routing if self.keeps_routing else None
 
     @property
     def stop_window(self) -> int:

@@ -80,7 +80,9 @@ class Advantages(Stage):
         if critic:
             base_params = state.base_params(run.model)
             packed = pack_all(run, batch)
-            values = critic_values(run.update_spec, state.policy_state, packed, base_params)
+            values = critic_values(
+                run.update_spec, state.policy_state, packed, base_params, batch.routing
+            )
             batch = dataclasses.replace(batch, values=values)
         advantage = choose_advantage(run.config)
         evidence = gather_evidence(run, batch, collected)
@@ -186,13 +188,14 @@ class Logprobs(Stage):
         packed = pack_all(run, batch)
         metrics = {}
         if OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed:
-            old = logprobs(run.update_spec, state.policy_weights(run.model), packed, batch.support)
+            policy = state.policy_weights(run.model)
+            old = logprobs(run.update_spec, policy, packed, batch.support, batch.routing)
             if not collected.stale:  # else the difference is not one of arithmetic alone
                 metrics["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
             batch = dataclasses.replace(batch, recomputed_logprobs=old)
         if run.config.algorithm.kl_coef:
             policy = state.reference.policy(run.model)
-            reference = logprobs(run.update_spec, policy, packed, batch.support)
+            reference = logprobs(run.update_spec, policy, packed, batch.support, None)
             batch = dataclasses.replace(batch, ref_logprobs=reference)
         return StageResult(batch, metrics=metrics)
 

@@ -1,6 +1,7 @@
 """Mixtures of experts against plain loops and against transformers' gradients."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from test_transformer import FAMILIES
 
 from specrl_jax.models import experts, hf, lora
 from specrl_jax.models.config import Lora
+from specrl_jax.models.draft_head import copy_draft_head, init_draft_head
 from specrl_jax.models.transformer import (
     Transformer,
     copy_weights,
@@ -108,6 +110,31 @@ def test_a_rollout_of_a_mixture_with_drafts_equals_the_naive_loop(mesh):
     reference = ref.Reference(spec, params, prompts, step=1, drafts=drafts, log_lenience=0.2)
     ref.check_same(rollout, reference)
     assert np.max(rollout.prefix_lens) > 0
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("tree", "head")), "tree and head"],
+)
+def test_wide_decode_steps_of_a_mixture_change_no_token(mesh, drafts):
+    """An untrained head, whose own layer is a mixture too, and a tree of responses of before."""
+    plain = ref.make_spec(MIXTURE, sampling=ref.SAMPLING, slots=10, accept="match")
+    prompts = ref.random_prompts()
+    params, weights = ref.policy(0.0, MIXTURE)
+    head = init_draft_head(MIXTURE, params)
+    weights |= {"draft_head": copy_draft_head(MIXTURE, head, params, None, vocab=0)}
+    expected, _ = ref.run(plain, weights, prompts, 1)
+    old, _ = ref.run(plain, ref.policy(0.1, MIXTURE)[1], prompts)
+    inputs = {}
+    spec = replace(plain, max_width=4)
+    if "tree" in drafts:
+        spec = replace(spec, draft_source=ref.TREE)
+        inputs["history"] = ref.history_of(spec, old.tokens.ids, old.lens)
+    if "head" in drafts:
+        spec = replace(spec, draft_head=spec.sampling)
+    got, stats = ref.run(spec, weights, prompts, 1, **inputs)
+    ref.check_equal(got, ref.host(expected), but=("sources",))
+    assert stats.drafted_tokens > 0
 
 
 def test_router_and_norms_stay_float32_in_bfloat16_rollouts(mesh):

@@ -78,9 +78,9 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
     )
     samples = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), len(last) // group_size)
     samples = reshard(samples, "batch")
-    empty = Rollout.empty(len(last), spec.columns, spec.stored_logprobs)
+    empty = Rollout.empty(len(last), spec.columns, spec.stored_logprobs, routing=spec.routing)
     tokens = empty.tokens.only(
-        "policy_logprobs", "sampling_logprobs", "sources", "top_ids", "top_logprobs"
+        *("policy_logprobs", "sampling_logprobs", "sources", "top_ids", "top_logprobs", "routing")
     )
     last_state = None
     if spec.draft_head is not None:
@@ -205,6 +205,7 @@ def read_rollout(
         origin_steps=origin_steps,
         draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
         accepted_probs=accepted_probs,
+        routing=jax.tree.map(lambda x: jnp.where(inside[..., None, None], x, 0), tokens.routing),
     )
     return Rollout(tokens, rows.lens, rows.prefix_lens)
 

@@ -145,9 +145,10 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
         draft_len = jnp.full_like(draft_len, width - 1)
     draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)
     fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
-    hidden, cache = model(fed, start, cache)
+    hidden, cache = model(fed, start, cache, gives_routing=spec.keeps_routing)
+    cache, routing = cache if spec.keeps_routing else (cache, None)
     policy = policy_at(spec, rows, rows.lens, model, hidden)
-    sampled = policy.sample()
+    sampled = dataclasses.replace(policy.sample(), routing=routing)
     accepted = count_leading(sampled.ids == drafted, draft_len)
     new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
     if spec.draft_head is not None:

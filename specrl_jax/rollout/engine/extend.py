@@ -306,11 +306,17 @@ def _begin_chunk(
     # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     hidden, stacked = model(
-        sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends, gives_cache=True
+        sequences.tokens,
+        positions_BT=sequences.depths,
+        ends_BT=sequences.ends,
+        gives_cache=True,
+        gives_routing=spec.keeps_routing,
     )
+    stacked, routing = stacked if spec.keeps_routing else (stacked, None)
     layers = tuple(tuple(x[i] for x in stacked) for i in range(spec.model.num_layers))
     none = jnp.zeros(sequences.tokens.shape, jnp.bool_, out_sharding=axes("batch", None))
-    return TextStates(hidden, layers, none, jnp.int32(0)), lambda states, nodes, required: states
+    states = TextStates(hidden, layers, none, jnp.int32(0), routing)
+    return states, lambda states, nodes, required: states
 
 
 def _head_layers(
@@ -492,7 +498,11 @@ def begin_rows(
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     real = ~rows.done
+    known = rows
     rows, count = append(spec, rows, new, accepted, Source.REUSED)
+    if states.routing is not None:
+        routing = _fill_routing(spec, known, states.routing, block.nodes)
+        rows = dataclasses.replace(rows, tokens=dataclasses.replace(rows.tokens, routing=routing))
     if spec.draft_head is not None:
         newest = jnp.maximum(count - 1, 0)
         rows = dataclasses.replace(rows, last_state=states_at(states, newest, 1)[:, 0])
@@ -506,6 +516,20 @@ def begin_rows(
         0,
     )
     return rows, states, read, jnp.sum(counts, axis=1, dtype=jnp.int32)
+
+
+def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -> Array:
+    """Return `Tokens.routing` [b, C, L, k] of rows that begin, where they have none from `routing`.
+
+    rows: before they begin: tokens that they hold keep the experts that chose them, if known.
+    routing: of `TextStates`. nodes: of `RowBlock`.
+    """
+    held = rows.tokens.routing
+    columns = held.shape[1]
+    nodes = jnp.pad(nodes, ((0, 0), (0, spec.max_width)), constant_values=-1)
+    computed = take_nodes(routing, read_slots(nodes, rows.prompt_lens - 1, columns))
+    inside = jnp.arange(columns)[None, :] < rows.lens[:, None]
+    return jnp.where(inside[..., None, None] & (held > 0), held, computed)
 
 
 def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> Tokens:

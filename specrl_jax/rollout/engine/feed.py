@@ -188,6 +188,7 @@ class FedStates(NamedTuple):
     own: KVCache  # of the block's rows
     hidden: Array  # [b, S, D]
     windows: Array  # int32 [], windows that were fed
+    routing: Array | None  # [b, S, L, k], as in `Tokens.routing`; None: not kept
 
 
 def _begin_block(
@@ -211,6 +212,11 @@ def _begin_block(
     first = rows.prompt_lens + starts
     shape = (len(starts), slots, spec.model.embed_dim)
     hidden = jnp.zeros(shape, spec.model.dtype, out_sharding=axes("batch", None, None))
+    routing = None
+    if spec.keeps_routing:
+        shape = (*shape[:2], *spec.routing.shape)
+        layout = axes("batch", None, None, None)
+        routing = jnp.zeros(shape, spec.routing.dtype, out_sharding=layout)
     head = None
     if spec.draft_head is not None:
         head = DraftHead(spec.model, weights["draft_head"])
@@ -219,14 +225,21 @@ def _begin_block(
     def feed_window(states: FedStates) -> FedStates:
         start = jnp.minimum(first + states.windows * width, slots - width)
         tokens = read_slots(texts, start - rows.prompt_lens, width)
-        new, policy_cache = model(tokens, start, states.own[:layers])
+        new, policy_cache = model(
+            tokens, start, states.own[:layers], gives_routing=spec.keeps_routing
+        )
+        routing = None
+        if spec.keeps_routing:
+            policy_cache, chosen = policy_cache
+            routing = write_slots(states.routing, chosen, start)
         head_cache = states.own[layers:]
         hidden = write_slots(states.hidden, new, start)
         if head is not None:
             before = read_slots(hidden, start - 1, width)
             _, layer = head(before, model.lookup(tokens), start, *head_cache)
             head_cache = (layer,)
-        return FedStates((*policy_cache, *head_cache), hidden, states.windows + 1)
+        own = (*policy_cache, *head_cache)
+        return FedStates(own, hidden, states.windows + 1, routing)
 
     def compute(states: FedStates, nodes: Array, required: Array) -> FedStates:
         positions = jnp.arange(slots)[None, :]
@@ -234,7 +247,7 @@ def _begin_block(
         windows = jnp.max(-(-(ends - first) // width))
         return jax.lax.while_loop(lambda states: states.windows < windows, feed_window, states)
 
-    return FedStates(own, hidden, jnp.int32(0)), compute
+    return FedStates(own, hidden, jnp.int32(0), routing), compute
 
 
 def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:

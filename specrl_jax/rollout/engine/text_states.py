@@ -37,6 +37,7 @@ class TextStates(NamedTuple):
     layers: tuple[Layer, ...]  # of each layer of the policy, keys and values [m, T, K, H]
     known: Array  # bool [m, T]
     windows: Array  # int32 [], windows computed of this chunk
+    routing: Array | None = None  # [m, T, L, k], as in `Tokens.routing`; None: not kept
 
 
 @functools.partial(jax.jit, static_argnames="buckets")
@@ -57,6 +58,9 @@ def blank_states(spec: RolloutSpec, buckets: Buckets) -> TextStates:
         layers=tuple(layer() for _ in range(model.num_layers)),
         known=zeros(jnp.bool_, shape),
         windows=jnp.int32(0),
+        routing=jax.tree.map(
+            lambda x: zeros(x.dtype, (*shape, *x.shape), *(None,) * len(x.shape)), spec.routing
+        ),
     )
 
 
@@ -68,8 +72,9 @@ def carry_over(states: TextStates, copied: Array) -> TextStates:
 
     def copy(states: TextStates) -> TextStates:
         take = functools.partial(gather_tokens, slots_BT=jnp.maximum(copied, 0))
-        hidden, layers = jax.tree.map(take, (states.hidden, states.layers))
-        return states._replace(hidden=hidden, layers=layers)
+        taken = jax.tree.map(take, (states.hidden, states.layers, states.routing))
+        hidden, layers, routing = taken
+        return states._replace(hidden=hidden, layers=layers, routing=routing)
 
     same = jnp.all((copied < 0) | (copied == jnp.arange(copied.shape[1])[None, :]))
     known = gather_tokens(states.known, jnp.maximum(copied, 0)) & (copied >= 0)
@@ -103,12 +108,18 @@ def compute_slots(
             positions_BT=sequences.depths,
             ends_BT=sequences.ends,
             slots_BT=chosen,
+            gives_routing=states.routing is not None,
         )
+        routing = None
+        if states.routing is not None:
+            layers, routing = layers
+            routing = put_tokens(states.routing, routing, chosen)
         states = TextStates(
             hidden=put_tokens(states.hidden, hidden, chosen),
             layers=layers,
             known=put_tokens(states.known, jnp.ones_like(chosen, jnp.bool_), chosen),
             windows=states.windows + 1,
+            routing=routing,
         )
         return states, put_tokens(ranks, jnp.full_like(chosen, _LAST), chosen)
 
