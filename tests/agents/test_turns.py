@@ -145,6 +145,20 @@ def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monk
                 assert stats.accepted_tokens > 0
 
 
+def test_experts_that_are_kept_are_those_of_rows_that_begin_again(mesh):
+    """Those of an environment's tokens too."""
+    model = ref.ONE_LAYER.replace(num_experts=6, experts_per_token=2)
+    _, weights = ref.policy(0.0, model)
+    options = {"turns": True, "accept": "match", "keeps_routing": True, **ref.ONE_BUCKET}
+    spec = make_spec(model, slots=R, eos=EOS, **options)
+    got, *_ = play(spec, weights)
+    expected, *_ = play_again(spec, weights)
+    check_equal(got, expected)
+    inside = np.arange(R) < got.lens[:, None]
+    assert np.all(got.tokens.routing.any(axis=(2, 3)) == inside)
+    assert np.any(got.tokens.sources == Source.FORCED)
+
+
 def _without_forced(rollout):
     """Likeliest tokens are anything where none was drawn."""
     if rollout.tokens.top_ids is None:
