@@ -146,7 +146,9 @@ class Drafts:
     """Draft tokens of B rows."""
 
     tokens: Tokens  # [B, R]; the ids alone where the acceptance rule samples every token anew
-    lens: Array  # int32 [B], 0 where there is no draft
+    # int32 [B], where drafts end, counted from the response's beginning: a draft begins with the
+    # tokens that its row holds. 0 where there is none.
+    lens: Array
 
 
 @jax.tree_util.register_dataclass

@@ -79,13 +79,13 @@ class EpisodeRollout:
         all_rows = append_forced(
             runner.all_rows, put(forced, "batch", None), counts_on_device, on_device
         )
-        draft_lens = None
+        draft_ends = None
         if self.draft_episodes is not None:
             new = turn_drafts(
                 self.draft_episodes, all_rows, all_rows.done, self.spec.eos_ids, self.spec.stop
             )
-            draft_lens = jnp.where(on_device, new.lens, runner.drafts.lens)
-        runner.take_over(all_rows, lens + counts, answered, draft_lens)
+            draft_ends = jnp.where(on_device, new.lens, runner.drafts.lens)
+        runner.take_over(all_rows, lens + counts, answered, draft_ends)
         self.scheduler.go_on(rows, lens[rows] - 1, over)
 
     def result(self) -> RolloutResult:
@@ -95,7 +95,7 @@ class EpisodeRollout:
             self.spec, runner.all_rows, self.draft_episodes, None, np.int32(self.step)
         )
         over = np.ones(len(runner.lens), np.bool_)
-        return RolloutResult(rollout, over, runner.draft_lens, runner.stats)
+        return RolloutResult(rollout, over, runner.drafted_lens, runner.stats)
 
 
 class TurnScheduler(Scheduler):
@@ -147,7 +147,7 @@ class TurnScheduler(Scheduler):
         here = slots[rows] >= 0
         self.in_turn = runner.unfinished_all + self._by_shard(rows[here])
         if here.any():
-            runner.go_on(rows[here], slots[rows[here]], starts[here])
+            runner.continue_rows(rows[here], slots[rows[here]], starts[here])
         for row in rows[~here][::-1].tolist():
             self.queues[row // runner.shard_rows].insert(0, row)
         unfinished = np.flatnonzero(~over)

@@ -42,4 +42,4 @@ def generate(
     all_rows = Scheduler(runner, speculation).run()
     step = np.int32(requests.noise.step)
     rollout = read_rollout(spec, all_rows, requests.drafts, requests.held, step)
-    return RolloutResult(rollout, hosts.fetch(all_rows.done), runner.draft_lens, runner.stats)
+    return RolloutResult(rollout, hosts.fetch(all_rows.done), runner.drafted_lens, runner.stats)

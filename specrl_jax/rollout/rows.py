@@ -1,7 +1,7 @@
 """Rows of a rollout: the state of each row, and the moves of rows.
 
 `all_rows` holds every row of the rollout in order. The running batch holds the rows that are being
-computed, in any order; `index` is each row's index among all rows. A row that begins is written
+computed, in any order; `row_ids` says which of all rows each one is. A row that begins is written
 into a free slot of the batch (`engine/extend.py`). Unfinished rows are compacted into a smaller
 batch as others finish. Rows of the batch are scattered back to `all_rows`.
 
@@ -30,7 +30,7 @@ from specrl_jax.sharding import (
 )
 from specrl_jax.types import Tokens
 
-PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
+PADDING = np.iinfo(np.int32).max  # row id in a slot that holds no row
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 class Rows:
     """b rows; C = R response columns, then a margin that finished rows write into."""
 
-    index: Array  # int32 [b], row index among all rows; PADDING where there is none
+    row_ids: Array  # int32 [b], among all rows of the rollout; PADDING where there is none
     seeds: Array  # uint32 [b, 2], of sampling
     accept_seeds: Array  # uint32 [b, 2], of acceptance
     prompt_lens: Array  # int32 [b]
@@ -54,18 +54,18 @@ class Rows:
     last_state: Array | None = None
 
 
-def gather(all_rows: Rows, row_ids: Array) -> Rows:
-    """Return all_rows[row_ids], [b]; padding where an id is outside the rows of the shard.
+def gather(all_rows: Rows, shard_row_ids: Array) -> Rows:
+    """Return those rows [b]; padding where an id is outside the rows of the shard.
 
-    row_ids: int32 [b], among the rows of the id's own shard.
+    shard_row_ids: int32 [b], among the rows of the id's own shard.
     """
 
-    def local(all_rows: Rows, row_ids: Array) -> Rows:
+    def local(all_rows: Rows, shard_row_ids: Array) -> Rows:
         size = all_rows.lens.shape[0]
-        rows = take_own_rows(all_rows, jnp.clip(row_ids, 0, size - 1))
-        return _pad(rows, (row_ids >= 0) & (row_ids < size))
+        rows = take_own_rows(all_rows, jnp.clip(shard_row_ids, 0, size - 1))
+        return _pad(rows, (shard_row_ids >= 0) & (shard_row_ids < size))
 
-    return on_shards(local, all_rows, row_ids, like=all_rows)
+    return on_shards(local, all_rows, shard_row_ids, like=all_rows)
 
 
 def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
@@ -86,11 +86,11 @@ def scatter(rows: Rows, all_rows: Rows) -> Rows:
 
     def local(rows: Rows, all_rows: Rows) -> Rows:
         total = all_rows.lens.shape[0]
-        index = rows.index - shard_number() * total
+        index = rows.row_ids - shard_number() * total
         slot = jnp.full(total, -1).at[index].set(jnp.arange(rows.lens.shape[0]), mode="drop")
         own = take_own_rows(rows, jnp.maximum(slot, 0))
         written = jax.tree.map(functools.partial(where_rows, slot >= 0), own, all_rows)
-        return dataclasses.replace(written, index=all_rows.index)
+        return dataclasses.replace(written, row_ids=all_rows.row_ids)
 
     return on_shards(local, rows, all_rows, like=all_rows)
 
@@ -112,7 +112,7 @@ def compact(rows: Rows, *, size: int) -> Rows:
     count = size // shards("batch")
 
     def local(rows: Rows) -> Rows:
-        order = jnp.argsort(slot_ranks(rows.done, rows.index), stable=True)
+        order = jnp.argsort(slot_ranks(rows.done, rows.row_ids), stable=True)
         return take_own_rows(rows, order[:count])
 
     return on_shards(local, rows, like=rows)
@@ -135,7 +135,7 @@ def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Laye
 
 def compact_layer_inputs(layer: Layer, rows: Rows) -> tuple:
     """Return the inputs of `compact_layer` for a layer of the cache of these rows."""
-    return layer, rows.done, rows.index
+    return layer, rows.done, rows.row_ids
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
@@ -143,7 +143,7 @@ def release(rows: Rows, over: Array) -> Rows:
     """Turn rows of the running batch into padding. over: bool [B], the rows, among all rows."""
 
     def local(rows: Rows, over: Array) -> Rows:
-        index = rows.index - shard_number() * len(over)
+        index = rows.row_ids - shard_number() * len(over)
         inside = (index >= 0) & (index < len(over))
         return _pad(rows, ~(inside & over[jnp.where(inside, index, 0)]))
 
@@ -157,8 +157,8 @@ def release_inputs(rows: Rows, all_rows: Rows) -> tuple:
 
 def _pad(rows: Rows, real: Array) -> Rows:
     """Turn rows that are not `real` bool [b] into padding."""
-    index = jnp.where(real, rows.index, PADDING)
-    return dataclasses.replace(rows, index=index, done=rows.done | ~real)
+    row_ids = jnp.where(real, rows.row_ids, PADDING)
+    return dataclasses.replace(rows, row_ids=row_ids, done=rows.done | ~real)
 
 
 def where_rows(marked: Array, new: Array, old: Array) -> Array:

@@ -54,7 +54,7 @@ class DraftSource:
         """Propose draft tokens int32 [b, width] that may come next, and how many of them count,
         int32 [b].
 
-        rows: b of the rollout's rows in any order; `rows.index` holds their indices. Rows and
+        rows: b of the rollout's rows in any order; `rows.row_ids` holds their indices. Rows and
         results are split over the batch. A row with an index >= Q * group_size is padding.
         """
         raise NotImplementedError
@@ -117,11 +117,11 @@ class SuffixDrafts(DraftSource):
 
     def propose(self, state: SuffixIndex, rows: Rows, width: int) -> tuple[Array, Array]:
         return suffix_match.propose(
-            state, *_texts(state, rows.index), rows.lens, width, self.config
+            state, *_texts(state, rows.row_ids), rows.lens, width, self.config
         )
 
     def observe(self, state: SuffixIndex, rows: Rows, tokens, counts) -> SuffixIndex:
-        texts = _texts(state, rows.index)
+        texts = _texts(state, rows.row_ids)
         return suffix_match.append(state, *texts, rows.lens, tokens, counts)
 
     def sync(self, state: SuffixIndex, tokens: Array, lens: Array) -> SuffixIndex:

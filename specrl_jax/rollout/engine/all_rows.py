@@ -87,7 +87,7 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
         shape = (len(last), spec.model.embed_dim)
         last_state = jnp.zeros(shape, spec.model.dtype, out_sharding=axes("batch", None))
     return Rows(
-        index=reshard(jnp.arange(len(last), dtype=jnp.int32), "batch"),
+        row_ids=reshard(jnp.arange(len(last), dtype=jnp.int32), "batch"),
         seeds=row_seeds(key, purpose, noise_steps, ids, samples),
         accept_seeds=row_seeds(key, int(Purpose.ACCEPT), noise_steps, ids, samples),
         prompt_lens=prompt_lens,

@@ -136,7 +136,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
     head_cache = state.cache[spec.model.num_layers :]
     # A finished row feeds slot 0, so kernels read few of its slots. A row that waits for its
     # environment keeps its position, and so its keys and values.
-    gone = rows.index == PADDING if spec.turns else rows.done
+    gone = rows.row_ids == PADDING if spec.turns else rows.done
     start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
     drafted, draft_len = _propose(spec, rows, draft_state, width)
     if spec.draft_head is not None:

@@ -1,5 +1,5 @@
-"""`extend` lets rows begin. It computes keys, values and states of a row's prompt, own tokens and
-draft, which are not in the cache yet.
+"""`extend` prefills rows that enter the running batch: it computes keys, values and states of a
+row's prompt, own tokens and draft, and verifies the draft.
 
 A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
 rows, every distinct prefix once (`pack_texts`). One program takes the sequences chunk by chunk. It
@@ -63,8 +63,8 @@ class PackedTexts(NamedTuple):
     sequences: Sequences  # [M, m, T]: M chunks of m sequences
     count: np.ndarray  # [], chunks that hold tokens: the first ones
     blocks: np.ndarray  # [M], blocks of rows in each chunk, on the shard that has most
-    first_row: np.ndarray  # [X, M + 1], where each chunk's rows begin in `row_ids`
-    row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
+    first_row: np.ndarray  # [X, M + 1], where each chunk's rows begin in `shard_row_ids`
+    shard_row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
     nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
     # [M, m, T], slot of the chunk before, on the same shard, that has the same text up to here; -1:
@@ -79,7 +79,7 @@ class PackedTexts(NamedTuple):
             count=reshard(self.count),
             blocks=reshard(self.blocks, None),
             first_row=reshard(self.first_row, "batch", None),
-            row_ids=reshard(self.row_ids, "batch", None),
+            shard_row_ids=reshard(self.shard_row_ids, "batch", None),
             draft_ends=reshard(self.draft_ends, "batch", None),
             nodes=reshard(self.nodes, "batch", None, None),
             copied=None if self.copied is None else reshard(self.copied, None, "batch", None),
@@ -113,17 +113,19 @@ class Texts(NamedTuple):
     tokens: np.ndarray  # int32 [k, P + R], right-padded: prompt, own tokens, draft
     lens: np.ndarray  # int [k], of `tokens`
     known_lens: np.ndarray  # int [k], of prompt and own tokens
-    row_ids: list[np.ndarray]  # int, one array per shard, as in `PackedTexts`; k in all, in order
+    shard_row_ids: list[
+        np.ndarray
+    ]  # int, one array per shard, as in `PackedTexts`; k in all, in order
     draft_ends: np.ndarray  # int32 [k]
 
     def of_shards(self) -> Iterator["Texts"]:
         """Yield each shard's own."""
         start = 0
-        for row_ids in self.row_ids:
-            own = slice(start, start + len(row_ids))
+        for shard_row_ids in self.shard_row_ids:
+            own = slice(start, start + len(shard_row_ids))
             start = own.stop
             arrays = (self.tokens[own], self.lens[own], self.known_lens[own])
-            yield Texts(*arrays, [row_ids], self.draft_ends[own])
+            yield Texts(*arrays, [shard_row_ids], self.draft_ends[own])
 
 
 def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ()) -> PackedTexts:
@@ -142,11 +144,11 @@ def _pack_shape(
     buckets: Buckets, shape: TextShape, texts: Texts, before: Sequence[TextPaths]
 ) -> PackedTexts:
     length, sequences, chunks = shape
-    shards = len(texts.row_ids)
+    shards = len(texts.shard_row_ids)
     most = buckets.sizes[0] // shards + buckets.block_rows  # so that a block with a row is inside
     first_row = np.zeros((shards, chunks + 1), np.int32)
-    row_ids = np.zeros((shards, most), np.int32)
-    draft_ends = np.zeros_like(row_ids)
+    shard_row_ids = np.zeros((shards, most), np.int32)
+    draft_ends = np.zeros_like(shard_row_ids)
     nodes = np.full((shards, most, texts.tokens.shape[1]), -1, np.int32)
     copied = np.full((chunks, shards, length), -1, np.int32) if before else None
     parts = []
@@ -158,7 +160,7 @@ def _pack_shape(
         order = np.lexsort((-own.draft_ends, chunk))
         first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
         filled = slice(0, len(order))
-        row_ids[shard, filled] = own.row_ids[0][order]
+        shard_row_ids[shard, filled] = own.shard_row_ids[0][order]
         draft_ends[shard, filled] = own.draft_ends[order]
         for position, row in enumerate(order.tolist()):
             nodes[shard, position, : len(paths[row])] = paths[row]
@@ -179,7 +181,7 @@ def _pack_shape(
         count=np.int32(count),
         blocks=(-(-in_chunks // buckets.block_rows)).max(axis=0).astype(np.int32),
         first_row=first_row,
-        row_ids=row_ids,
+        shard_row_ids=shard_row_ids,
         draft_ends=draft_ends,
         nodes=nodes,
         copied=copied,
@@ -206,8 +208,8 @@ def _plan_copies(
 class RowBlock(NamedTuple):
     """Rows of every shard whose drafts are decided together; int32."""
 
-    row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
-    batch_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
+    shard_row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
+    shard_slots: Array  # [b], slots of the shard's part of the batch; outside it: none
     draft_ends: Array  # [b]
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
@@ -246,7 +248,7 @@ def extend(
     what `decode.count_unfinished` returns.
     """
     texts = texts.on_mesh()
-    all_slots = on_shards(_slots_free_first, rows.done, rows.index, like=rows.lens)
+    all_slots = on_shards(_slots_free_first, rows.done, rows.row_ids, like=rows.lens)
     model = Transformer(spec.model, weights)
 
     def run_chunk(chunk: Array, state: tuple) -> tuple:
@@ -264,8 +266,8 @@ def extend(
             new_rows, states, read, new_decided = begin_rows(
                 spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
             )
-            marks = on_shards(_mark, marks, block.nodes, block.row_ids, read, like=marks)
-            rows = put_rows(rows, new_rows, block.batch_slots)
+            marks = on_shards(_mark, marks, block.nodes, block.shard_row_ids, read, like=marks)
+            rows = put_rows(rows, new_rows, block.shard_slots)
             return rows, states, marks, decided + new_decided
 
         shape = (*sequences.tokens.shape, 3)
@@ -277,7 +279,7 @@ def extend(
 
         def write_block(number: Array, cache: KVCache) -> KVCache:
             block = take_block(number)
-            return write_rows(cache, fresh, block.nodes, block.batch_slots)
+            return write_rows(cache, fresh, block.nodes, block.shard_slots)
 
         cache = jax.lax.fori_loop(0, blocks, write_block, cache)
         counts = counts.plus(_count_slots(buckets, states, copied, marks, decided))
@@ -332,16 +334,16 @@ def _head_layers(
     return [own]
 
 
-def _mark(marks: Array, nodes: Array, row_ids: Array, read: Array) -> Array:
+def _mark(marks: Array, nodes: Array, shard_row_ids: Array, read: Array) -> Array:
     """Mark the slots of rows' tokens: all, known ones, and those that were read; bool [m, T, 3].
 
-    nodes: int32 [b, S]. row_ids: int32 [b]. read: int32 [b, 2], known tokens and those read.
+    nodes: int32 [b, S]. shard_row_ids: int32 [b]. read: int32 [b, 2], known tokens and those read.
     """
     slots = marks.shape[0] * marks.shape[1]
-    every = jnp.full_like(row_ids, nodes.shape[1])
+    every = jnp.full_like(shard_row_ids, nodes.shape[1])
     counts = jnp.concatenate([every[:, None], read], axis=1)
     here = jnp.arange(nodes.shape[1])[None, :, None] < counts[:, None, :]
-    here &= ((nodes >= 0) & (row_ids >= 0)[:, None])[:, :, None]
+    here &= ((nodes >= 0) & (shard_row_ids >= 0)[:, None])[:, :, None]
     kinds = jnp.broadcast_to(jnp.arange(3), here.shape)
     places = jnp.where(here, nodes[:, :, None], slots)
     flat = marks.reshape(slots, 3)
@@ -408,16 +410,16 @@ def _take_block(
     all_slots: int32 [b], by `_slots_free_first`.
     """
 
-    def local(chunk, number, all_slots, first_row, row_ids, draft_ends, nodes) -> RowBlock:
+    def local(chunk, number, all_slots, first_row, shard_row_ids, draft_ends, nodes) -> RowBlock:
         start = first_row[0, chunk] + number * size
         index = start + jnp.arange(size)
         real = index < first_row[0, chunk + 1]
-        row_ids = jax.lax.dynamic_slice_in_dim(row_ids[0], start, size)
+        shard_row_ids = jax.lax.dynamic_slice_in_dim(shard_row_ids[0], start, size)
         nearest = jnp.minimum(index, all_slots.shape[0] - 1)
-        batch_slots = all_slots.at[nearest].get(mode="promise_in_bounds")
+        shard_slots = all_slots.at[nearest].get(mode="promise_in_bounds")
         return RowBlock(
-            jnp.where(real, row_ids, -1),
-            jnp.where(real, batch_slots, PADDING),
+            jnp.where(real, shard_row_ids, -1),
+            jnp.where(real, shard_slots, PADDING),
             jax.lax.dynamic_slice_in_dim(draft_ends[0], start, size),
             jax.lax.dynamic_slice_in_dim(nodes[0], start, size),
         )
@@ -430,7 +432,7 @@ def _take_block(
         number,
         all_slots,
         texts.first_row,
-        texts.row_ids,
+        texts.shard_row_ids,
         texts.draft_ends,
         texts.nodes,
     )
@@ -456,7 +458,7 @@ def begin_rows(
     Returns the rows, the states, the known tokens of each text and all that were read int32 [b, 2],
     and verified and accepted draft tokens, int32 [2].
     """
-    rows = gather(all_rows, block.row_ids)
+    rows = gather(all_rows, block.shard_row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
@@ -464,7 +466,7 @@ def begin_rows(
     def demand(states: Any, asked: Array, offset: Array, most: Array) -> Any:
         """Compute the `asked` rows' tokens up to `offset` [b], as it may be up to `most` [b]."""
         positions = jnp.arange(slots)[None, :]
-        asked &= block.row_ids >= 0
+        asked &= block.shard_row_ids >= 0
         maybe = asked[:, None] & (positions <= (depths + most)[:, None])
         required = positions <= (depths + offset)[:, None]
         return compute(states, jnp.where(maybe, block.nodes, -1), required)
@@ -486,7 +488,7 @@ def begin_rows(
     residual = None
     if drafts is not None:
         draft_slots = -(-spec.response_slots // verify_width) * verify_width
-        stored = _take_drafts(drafts, block.row_ids, rows.lens, draft_slots)
+        stored = _take_drafts(drafts, block.shard_row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens, states = _verify(
             spec, verify_width, rows, stored, draft_len, (demand, policy_after), states
@@ -532,10 +534,10 @@ def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -
     return jnp.where(inside[..., None, None] & (held > 0), held, computed)
 
 
-def _take_drafts(drafts: Drafts, row_ids: Array, lens: Array, slots: int) -> Tokens:
-    """Return the drafts [b, `slots`] of rows `row_ids` from token `lens` [b] on, then zeros."""
+def _take_drafts(drafts: Drafts, shard_row_ids: Array, lens: Array, slots: int) -> Tokens:
+    """Return the rows' drafts [b, `slots`] from token `lens` [b] on, then zeros."""
     stored = drafts.tokens.only("sampling_logprobs", "top_ids", "top_logprobs")
-    own = on_shards(take_own_rows, stored, jnp.maximum(row_ids, 0), like=stored)
+    own = on_shards(take_own_rows, stored, jnp.maximum(shard_row_ids, 0), like=stored)
 
     def align(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, slots), *((0, 0),) * (x.ndim - 2)))

@@ -1,4 +1,4 @@
-"""`feed` lets rows go on in the slots of the running batch that they already have.
+"""`feed` prefills the next turn of rows that stay in their slots of the running batch.
 
 A row whose turn has ended keeps its slot and its keys. `feed` computes the environment's answer and
 the draft of the next turn, a window of `feed_width` tokens at a time, and attends to the row's own
@@ -44,8 +44,8 @@ class Fed(NamedTuple):
     blocks: np.ndarray  # [], blocks that hold rows: the first ones
     # [M], windows of `Buckets.feed_width` tokens of each block, for the row with most to feed
     windows: np.ndarray
-    row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout, -1 after them
-    batch_slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
+    shard_row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout, -1 after them
+    shard_slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
     starts: np.ndarray  # [X, n], response position of the first token that is fed
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
 
@@ -59,14 +59,14 @@ def pack_fed(
     buckets: Buckets,
     shard_rows: int,
     row_ids: np.ndarray,
-    batch_slots: np.ndarray,
+    shard_slots: np.ndarray,
     starts: np.ndarray,
     lens: np.ndarray,
     draft_ends: np.ndarray,
 ) -> Fed:
     """Pack the rows that go on.
 
-    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. batch_slots,
+    shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. shard_slots,
     starts, draft_ends: int [k], as in `Fed`. lens: int32 [k], response tokens that rows have now.
     """
     block = buckets.block_rows
@@ -75,8 +75,8 @@ def pack_fed(
     fed = Fed(
         blocks=np.int32(0),
         windows=np.zeros(blocks, np.int32),
-        row_ids=np.full(shape, -1, np.int32),
-        batch_slots=np.full(shape, PADDING, np.int32),
+        shard_row_ids=np.full(shape, -1, np.int32),
+        shard_slots=np.full(shape, PADDING, np.int32),
         starts=np.zeros(shape, np.int32),
         draft_ends=np.zeros(shape, np.int32),
     )
@@ -85,8 +85,8 @@ def pack_fed(
     for shard in range(buckets.shards):
         own = order[row_ids[order] // shard_rows == shard]
         here = (shard, slice(0, len(own)))
-        fed.row_ids[here] = row_ids[own] % shard_rows
-        fed.batch_slots[here] = batch_slots[own]
+        fed.shard_row_ids[here] = row_ids[own] % shard_rows
+        fed.shard_slots[here] = shard_slots[own]
         fed.starts[here] = starts[own]
         fed.draft_ends[here] = draft_ends[own]
         most = -(-counts[own[::block]] // buckets.feed_width)
@@ -115,19 +115,19 @@ def feed(
     def run_block(number: Array, state: tuple) -> tuple:
         cache, rows, counts = state
         block, starts = _take_block(fed, number, buckets)
-        old_rows = gather(all_rows, block.row_ids)
-        texts = _texts(old_rows, drafts, block.row_ids, buckets.cache_slots)
-        own = on_shards(_take_own_slots, cache, block.batch_slots, like=cache)
+        old_rows = gather(all_rows, block.shard_row_ids)
+        texts = _texts(old_rows, drafts, block.shard_row_ids, buckets.cache_slots)
+        own = on_shards(_take_own_slots, cache, block.shard_slots, like=cache)
         states, compute = _begin_block(spec, weights, buckets, own, old_rows, texts, starts)
         new_rows, states, read, decided = begin_rows(
             spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
         )
-        cache = copy_rows(cache, states.own, block.batch_slots)
-        rows = put_rows(rows, new_rows, block.batch_slots)
+        cache = copy_rows(cache, states.own, block.shard_slots)
+        rows = put_rows(rows, new_rows, block.shard_slots)
         width = states.windows * buckets.feed_width
         first = old_rows.prompt_lens + starts
         ends = old_rows.prompt_lens + jnp.maximum(old_rows.lens, block.draft_ends)
-        fed_tokens = jnp.where(block.row_ids >= 0, jnp.clip(ends - first, 0, width), 0)
+        fed_tokens = jnp.where(block.shard_row_ids >= 0, jnp.clip(ends - first, 0, width), 0)
         new_counts = PrefillCounts(
             computed=width * len(starts),
             filled=jnp.sum(fed_tokens),
@@ -166,7 +166,7 @@ def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Ar
     """Return the rows of a block, and the first response position to feed of each, int32 [b]."""
     size = buckets.block_rows
 
-    def local(number, row_ids, batch_slots, starts, draft_ends) -> tuple[RowBlock, Array]:
+    def local(number, shard_row_ids, shard_slots, starts, draft_ends) -> tuple[RowBlock, Array]:
         def cut(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
 
@@ -174,12 +174,12 @@ def _take_block(fed: Fed, number: Array, buckets: Buckets) -> tuple[RowBlock, Ar
         nodes = jnp.arange(size * buckets.cache_slots, dtype=jnp.int32).reshape(
             size, buckets.cache_slots
         )
-        return RowBlock(cut(row_ids), cut(batch_slots), cut(draft_ends), nodes), cut(starts)
+        return RowBlock(cut(shard_row_ids), cut(shard_slots), cut(draft_ends), nodes), cut(starts)
 
     row = axes("batch")
     layouts = RowBlock(row, row, row, axes("batch", None)), row
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
-    return take(number, fed.row_ids, fed.batch_slots, fed.starts, fed.draft_ends)
+    return take(number, fed.shard_row_ids, fed.shard_slots, fed.starts, fed.draft_ends)
 
 
 class FedStates(NamedTuple):
@@ -250,16 +250,16 @@ def _begin_block(
     return FedStates(own, hidden, jnp.int32(0), routing), compute
 
 
-def _take_own_slots(cache: KVCache, batch_slots: Array) -> KVCache:
-    return take_own_rows(cache, jnp.minimum(batch_slots, cache[0][0].shape[0] - 1))
+def _take_own_slots(cache: KVCache, shard_slots: Array) -> KVCache:
+    return take_own_rows(cache, jnp.minimum(shard_slots, cache[0][0].shape[0] - 1))
 
 
-def _texts(rows: Rows, drafts: Drafts | None, row_ids: Array, slots: int) -> Array:
+def _texts(rows: Rows, drafts: Drafts | None, shard_row_ids: Array, slots: int) -> Array:
     """Return int32 [b, `slots`]: each row's own tokens, then the rest of its draft."""
     texts = jnp.pad(rows.tokens.ids, ((0, 0), (0, slots)))[:, :slots]
     if drafts is None:
         return texts
-    drafted = on_shards(take_own_rows, drafts.tokens.ids, jnp.maximum(row_ids, 0), like=texts)
+    drafted = on_shards(take_own_rows, drafts.tokens.ids, jnp.maximum(shard_row_ids, 0), like=texts)
     drafted = jnp.pad(drafted, ((0, 0), (0, slots)))[:, :slots]
     inside = jnp.arange(slots)[None, :] < rows.lens[:, None]
     return jnp.where(inside, texts, drafted)

@@ -135,19 +135,19 @@ class Runner:
         self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
         self.idle = starts.idle  # bool [B], rows that nobody waits for
         self.finished = starts.done.copy()  # kept up to date where a rollout may end early
-        # What rows hold and draft now, int32 [B] each: their tokens; the response length up to
-        # which their drafts are verified; and the draft tokens that they were given.
+        # Of each row, int32 [B]: the tokens that it holds; the position in the response up to which
+        # its draft is verified; and how many draft tokens it was given so far.
         self.lens = np.zeros(len(self.idle), np.int32)
-        self.draft_ends = self.lens
-        self.draft_lens = self.lens
+        self.verify_ends = np.zeros(len(self.idle), np.int32)
+        self.drafted_lens = np.zeros(len(self.idle), np.int32)
         self.drafts = requests.drafts
         if requests.held is not None:
             self.all_rows = write_held(self.all_rows, requests.held)
             self.lens = hosts.fetch(requests.held.lens)
         if self.drafts is not None:
             lens = self.drafts.lens
-            ends, self.draft_ends = hosts.fetch((lens, cut_drafts(spec, self.all_rows, lens)))
-            self.draft_lens = np.maximum(ends - self.lens, 0)
+            ends, self.verify_ends = hosts.fetch((lens, cut_drafts(spec, self.all_rows, lens)))
+            self.drafted_lens = np.maximum(ends - self.lens, 0)
         self.buckets = spec.buckets(int(np.count_nonzero(~self.idle)))
         self.shard_rows = len(self.idle) // self.buckets.shards
         self.size = self.buckets.sizes[0]  # slots of the batch
@@ -182,7 +182,7 @@ class Runner:
         prompts = self.requests.prompts
         group_size = self.spec.group_size
         tokens = np.zeros((len(self.lens), self.spec.response_slots), np.int32)
-        if self.drafts is not None and self.draft_ends.any():
+        if self.drafts is not None and self.verify_ends.any():
             tokens = hosts.fetch(self.drafts.tokens.ids)
         if self.lens.any():
             own_tokens = hosts.fetch(self.all_rows.tokens.ids)[:, : tokens.shape[1]]
@@ -205,10 +205,10 @@ class Runner:
         known_lens = prompt_lens + self.lens[every]
         texts = Texts(
             tokens=self._texts[every],
-            lens=prompt_lens + np.maximum(self.lens, self.draft_ends)[every],
+            lens=prompt_lens + np.maximum(self.lens, self.verify_ends)[every],
             known_lens=known_lens,
-            row_ids=[rows % self.shard_rows for rows in row_ids],
-            draft_ends=self.draft_ends[every],
+            shard_row_ids=[rows % self.shard_rows for rows in row_ids],
+            draft_ends=self.verify_ends[every],
         )
         packed = pack_texts(self.buckets, texts, self._text_paths)
         packed = packed._replace(before=self._text_states)
@@ -219,14 +219,14 @@ class Runner:
 
     def slots_of_rows(self) -> np.ndarray:
         """Return each row's slot of the batch, int [B]; -1: it has none."""
-        index = hosts.fetch(self.rows.index)
+        index = hosts.fetch(self.rows.row_ids)
         slots = np.full(len(self.lens), -1)
         inside = np.flatnonzero(index != PADDING)
         slots[index[inside]] = inside
         return slots
 
-    def go_on(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
-        """Let rows go on in their slots. row_ids: int [k]. slots: int [k], of the whole batch.
+    def continue_rows(self, row_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Continue rows in their slots. row_ids: int [k]. slots: int [k], of the whole batch.
 
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
@@ -238,7 +238,7 @@ class Runner:
             slots % (self.size // self.buckets.shards),
             starts,
             self.lens[row_ids],
-            self.draft_ends[row_ids],
+            self.verify_ends[row_ids],
         )
         self._run_prefill(feed, fed)
 
@@ -298,7 +298,7 @@ class Runner:
 
     def _fetch_counts(self, counts: Any, unfinished: Any) -> Any:
         """Fetch a program's counts; update the numbers of unfinished rows, and `finished`."""
-        done = (self.rows.index, self.rows.done) if self.requests.enough_groups else None
+        done = (self.rows.row_ids, self.rows.done) if self.requests.enough_groups else None
         counts, unfinished, done = hosts.fetch((counts, unfinished, done))
         self.unfinished_awaited, self.unfinished_all = unfinished.T
         if done is not None:
@@ -333,23 +333,23 @@ class Runner:
     # Rows move ------------------------------------------------------------------------------------
 
     def take_over(
-        self, all_rows: Rows, lens: np.ndarray, changed: np.ndarray, draft_lens: Array | None
+        self, all_rows: Rows, lens: np.ndarray, changed: np.ndarray, draft_ends: Array | None
     ) -> None:
         """Take over rows that others have given tokens, before these rows go on.
 
-        lens: int32 [B], of what rows hold now. changed: bool [B], rows that got tokens. draft_lens:
-        int32 [B], on the device, the response length up to which rows have drafts; None: no drafts.
+        lens: int32 [B], of what rows hold now. changed: bool [B], rows that got tokens. draft_ends:
+        int32 [B], on the device, the positions up to which rows have drafts; None: no drafts.
         """
         self._texts = None
         self.all_rows = all_rows
         self.lens = lens
-        if draft_lens is None:
+        if draft_ends is None:
             return
-        self.drafts = dataclasses.replace(self.drafts, lens=draft_lens)
-        ends, cut = hosts.fetch((draft_lens, cut_drafts(self.spec, all_rows, draft_lens)))
+        self.drafts = dataclasses.replace(self.drafts, lens=draft_ends)
+        ends, cut = hosts.fetch((draft_ends, cut_drafts(self.spec, all_rows, draft_ends)))
         more = np.where(changed, np.maximum(ends - lens, 0), 0)
-        self.draft_ends = np.where(changed, cut, self.draft_ends)
-        self.draft_lens = self.draft_lens + more
+        self.verify_ends = np.where(changed, cut, self.verify_ends)
+        self.drafted_lens = self.drafted_lens + more
 
     def free(self, over: np.ndarray) -> None:
         """Free the slots of rows that are over, bool [B]."""
@@ -361,7 +361,7 @@ class Runner:
         layers = list(self.cache)
         self.cache = ()  # so that each layer is freed once it has been moved
         for number, layer in enumerate(layers):
-            layers[number] = compact_layer(layer, self.rows.done, self.rows.index, size=size)
+            layers[number] = compact_layer(layer, self.rows.done, self.rows.row_ids, size=size)
         self.cache = tuple(layers)
         self.rows = compact(self.rows, size=size)
         self.size = size

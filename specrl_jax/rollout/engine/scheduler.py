@@ -163,7 +163,7 @@ def _queues(runner: Runner, *, idle: bool) -> list[list[int]]:
     first = runner.requests.first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group_size)
     # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
-    longest = np.repeat(runner.draft_ends.reshape(-1, group_size).max(axis=1), group_size)
+    longest = np.repeat(runner.verify_ends.reshape(-1, group_size).max(axis=1), group_size)
     order = np.lexsort((rows, -longest, late, runner.lens == 0))
     order = order[~runner.finished[order] & (runner.idle[order] == idle)]
     shard = order // runner.shard_rows

@@ -36,7 +36,7 @@ class Bigrams(DraftSource):
         return put(np.repeat(table, group_size, axis=0), None, None)
 
     def propose(self, state, rows, width):
-        index = jnp.minimum(reshard(rows.index, None), len(state) - 1)
+        index = jnp.minimum(reshard(rows.row_ids, None), len(state) - 1)
         table, tokens = state[index], [reshard(rows.last, None)]
         for _ in range(width):
             following = jnp.take_along_axis(table, jnp.maximum(tokens[-1], 0)[:, None], axis=1)
@@ -47,7 +47,7 @@ class Bigrams(DraftSource):
 
     def observe(self, state, rows, tokens, counts):
         before = jnp.concatenate([rows.last[:, None], tokens[:, :-1]], axis=1)
-        return _write(state, rows.index, before, tokens, counts)
+        return _write(state, rows.row_ids, before, tokens, counts)
 
     def sync(self, state, tokens, lens):
         index = jnp.arange(len(state))

@@ -80,7 +80,7 @@ def test_texts_by_hand(small):
     assert not got.sequences.tokens[1:].any()
     assert (int(got.count), got.blocks.tolist()) == (1, [2, 0, 0])
     assert got.first_row.tolist() == [[0, 3, 3, 3], [0, 1, 1, 1]]
-    assert got.row_ids[:, :3].tolist() == [[2, 0, 1], [2, 0, 0]]
+    assert got.shard_row_ids[:, :3].tolist() == [[2, 0, 1], [2, 0, 0]]
     assert got.draft_ends[:, :3].tolist() == [[3, 2, 0], [0, 0, 0]]
     nodes = np.full((2, 5, P + R), -1)
     nodes[0, 0, :5] = [0, 1, 2, 3, 4]
@@ -205,7 +205,7 @@ def batch_of(case: Case):
     none = rng.random(BATCH_SLOTS) < 0.5
     index = np.where(free, np.where(none, PADDING, case.begins[0][0]), case.running)
     lens = rng.integers(1, 5, BATCH_SLOTS).astype(np.int32)
-    return dataclasses.replace(batch, index=index.astype(np.int32), lens=lens, done=free)
+    return dataclasses.replace(batch, row_ids=index.astype(np.int32), lens=lens, done=free)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -321,7 +321,7 @@ def slots_of(case: Case, texts, index: np.ndarray) -> np.ndarray:
         none = index == PADDING
         slots = np.concatenate([np.flatnonzero(free & none), np.flatnonzero(free & ~none)])
         slots = slots[slots // (BATCH_SLOTS // pieces) == shard][: len(rows)]
-        order[slots] = texts.row_ids[shard, : len(rows)] + shard * (B // pieces)
+        order[slots] = texts.shard_row_ids[shard, : len(rows)] + shard * (B // pieces)
     return order
 
 
@@ -421,7 +421,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, fixtures, sam
         cache = ref.by_slot(cache)
     assert [int(got.verified), int(got.accepted)] == counts
     check_slots(case, expected, got)
-    order = slots_of(case, texts, batch_of(case).index)
+    order = slots_of(case, texts, batch_of(case).row_ids)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
     before = ref.fields_of(batch)

@@ -40,7 +40,7 @@ def random_rows(size=B, stored=K, seed=3) -> Rows:
 
     names = ("prompt_lens", "max_lens", "lens", "turn_starts", "last", "prefix_lens")
     return Rows(
-        index=np.arange(size, dtype=np.int32),
+        row_ids=np.arange(size, dtype=np.int32),
         seeds=numbers(size, 2).astype(np.uint32),
         accept_seeds=numbers(size, 2).astype(np.uint32),
         **{name: numbers(size) for name in names},
@@ -69,7 +69,7 @@ def check(rows, all_rows, order=None):
     real = order >= 0
     assert jax.tree.structure(rows) == jax.tree.structure(all_rows)
     jax.tree.map(np.testing.assert_array_equal, take(rows, real), take(all_rows, order[real]))
-    assert (rows.index[~real] == PADDING).all()
+    assert (rows.row_ids[~real] == PADDING).all()
     assert rows.done[~real].all()
 
 
@@ -80,7 +80,7 @@ def test_rows_begin_with_prompts_only(mesh):
     max_lens = np.array([4, 2, 3, 1], np.int32)
     noise = NoiseKey(jax.random.key(0), 0, noise_steps=np.array([[3, 3], [4, 5]]))
     rows = ref.host(ref.start(spec, prompts, noise, max_lens=max_lens))
-    np.testing.assert_array_equal(rows.index, np.arange(4))
+    np.testing.assert_array_equal(rows.row_ids, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
     np.testing.assert_array_equal(rows.max_lens, max_lens)
     whole = ref.host(ref.start(spec, prompts, noise))
@@ -138,7 +138,7 @@ def test_scatter(make_mesh, shape):
     all_rows = random_rows()
     row_ids = [2, 5, 7]
     index = np.array([2, PADDING, 5, 7], np.int32)
-    batch = dataclasses.replace(take(random_rows(seed=4), [0, 3, 1, 2]), index=index)
+    batch = dataclasses.replace(take(random_rows(seed=4), [0, 3, 1, 2]), row_ids=index)
     with jax.set_mesh(make_mesh(*shape)):
         got = scatter(ref.put_rows(batch), ref.put_rows(all_rows))
 
@@ -148,7 +148,7 @@ def test_scatter(make_mesh, shape):
         return old
 
     expected = jax.tree.map(write, all_rows, batch)
-    check(got, dataclasses.replace(expected, index=all_rows.index))
+    check(got, dataclasses.replace(expected, row_ids=all_rows.row_ids))
 
 
 @SHAPES
@@ -160,8 +160,8 @@ def test_compact(make_mesh, shape, full):
     left = [0, 3, 4, 6] if full else [3, 6]  # on two shards as many on each
     done = ~np.isin(np.arange(B), left)
     none = np.isin(np.arange(B), [1, 2, 5, 7])
-    index = np.where(none & done, PADDING, all_rows.index)
-    all_rows = dataclasses.replace(all_rows, done=done, index=index.astype(np.int32))
+    index = np.where(none & done, PADDING, all_rows.row_ids)
+    all_rows = dataclasses.replace(all_rows, done=done, row_ids=index.astype(np.int32))
     marks = jnp.arange(B, dtype=jnp.float32)[:, None, None, None] + 0.5
     with jax.set_mesh(make_mesh(*shape)):
         pieces = shards("batch")
@@ -172,7 +172,7 @@ def test_compact(make_mesh, shape, full):
             order += own[: 4 // pieces]
         cache = jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, B, 6))
         rows = ref.put_rows(all_rows)
-        cache = [compact_layer(layer, rows.done, rows.index, size=4) for layer in cache]
+        cache = [compact_layer(layer, rows.done, rows.row_ids, size=4) for layer in cache]
         rows = compact(rows, size=4)
         check(rows, all_rows, order)
     for x in ref.by_slot(cache):
@@ -188,11 +188,11 @@ def test_rows_that_are_over_lose_their_slots(make_mesh, shape):
     order = np.array([2, 0, 3, -1, 7, 5, 4, 6])  # on two shards each its own
     batch = take(all_rows, order)
     index = np.where(order < 0, PADDING, order).astype(np.int32)
-    batch = dataclasses.replace(batch, index=index, done=order < 0)
+    batch = dataclasses.replace(batch, row_ids=index, done=order < 0)
     over = np.isin(np.arange(B), [1, 3, 5, 7])
     with jax.set_mesh(make_mesh(*shape)):
         rows = ref.host(release(ref.put_rows(batch), put(over, "batch")))
     gone = np.array([False, False, True, True, True, True, False, False])
-    np.testing.assert_array_equal(rows.index, np.where(gone, PADDING, order))
+    np.testing.assert_array_equal(rows.row_ids, np.where(gone, PADDING, order))
     np.testing.assert_array_equal(rows.done, gone)
     np.testing.assert_array_equal(rows.tokens.ids, batch.tokens.ids)
