@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+import transformers
 from ml_collections import ConfigDict
 from small_runs import line_of
 from test_gguf_tokenizer import CHATML, TEXTS, write_gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.text.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 # --- characters -----------------------------------------------------------------------------------
@@ -125,6 +127,61 @@ def test_the_ids_are_those_of_tokenizer_json(tmp_path, kind, pipeline):
     saved = HuggingFaceTokenizer(tmp_path / "saved", chat=True)
     assert (saved.fingerprint, saved.token_ids) == (ours.fingerprint, ours.token_ids)
     assert saved.encode_prompt("it") == ours.encode_prompt("it")
+
+
+# The classes that checkpoints of a family name, or that transformers takes for it, and whether
+# their tokens are bytes, or SentencePiece's characters with bytes for all others.
+CLASSES = {
+    "llama": ("PreTrainedTokenizerFast", True),
+    "mistral": ("LlamaTokenizer", False),
+    "smollm3": ("PreTrainedTokenizerFast", True),
+    "phi3": ("LlamaTokenizer", False),
+    "granite": ("GPT2Tokenizer", True),
+    "olmo2": ("GPT2Tokenizer", True),
+    "olmo3": ("GPT2Tokenizer", True),
+    "qwen2": ("Qwen2Tokenizer", True),
+    "qwen3": ("Qwen2Tokenizer", True),
+    "qwen3_moe": ("Qwen2Tokenizer", True),
+    "olmoe": ("GPTNeoXTokenizer", True),
+    "gemma2": ("GemmaTokenizer", False),
+    "gemma3_text": ("GemmaTokenizer", False),
+}
+
+
+def tokenizer_of(name: str, of_bytes: bool):
+    """A tokenizer of transformers' class with a small vocabulary."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if of_bytes else [*"abdenotw12+ \u2581"]
+    space = "\u0120" if of_bytes else "\u2581"
+    merges = [("a", "d"), ("ad", "d"), ("n", "e"), (space, "a"), (space, "1")]
+    named = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>", "<|padding|>"]
+    pieces = [] if of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = dict.fromkeys([*named, *pieces, *letters, *map("".join, merges)])
+    vocab = {token: number for number, token in enumerate(tokens)}
+    given = {"vocab": vocab, "merges": merges}
+    if name == "PreTrainedTokenizerFast":
+        backend = Tokenizer(models.BPE(**given))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        given = {"tokenizer_object": backend, "eos_token": "</s>", "bos_token": "<s>"}
+    tokenizer = getattr(transformers, name)(**given, chat_template="{{ bos_token }}" + CHATML)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_chats_are_those_of_the_familys_class(tmp_path, family):
+    theirs = tokenizer_of(*CLASSES[family])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    plain, chat = (load_tokenizer(config(model=str(tmp_path), chat=x)) for x in (False, True))
+    for text in ["add one", " add  12 and 1", "", "a\n\n\tnew\u00e9 \u20ac one", *TEXTS]:
+        assert plain.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert plain.decode(plain.encode(text)) == theirs.decode(theirs.encode(text), True)
+        messages = [{"role": "system", "content": "we add"}, {"role": "user", "content": text}]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True)
+        assert chat.encode_prompt(messages) == ids["input_ids"]
+    assert chat.eos_ids == tuple(theirs.convert_tokens_to_ids([theirs.eos_token, "<|im_end|>"]))
 
 
 def test_the_fingerprint_tells_pipelines_apart(tmp_path):
