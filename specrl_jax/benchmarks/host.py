@@ -18,8 +18,8 @@ from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.benchmarks.rollout import SIZES, Log, Report, seconds_of
 from specrl_jax.packing import TextSet
 from specrl_jax.rollout.engine.buckets import WINDOW_SLOTS, Buckets
-from specrl_jax.rollout.engine.extend import PackedTexts, Texts, pack_texts
 from specrl_jax.rollout.engine.scheduler import whole_groups
+from specrl_jax.rollout.engine.texts import PackedTexts, Texts, pack_texts
 from specrl_jax.sharding import CHUNK_TOKENS
 
 ROWS = 8_192  # of a step

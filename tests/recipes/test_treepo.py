@@ -47,10 +47,10 @@ def grown(make_mesh):
     """(result, rollout on the host, weights); and the spy's packings."""
     packed = []
 
-    def spy(buckets, tokens, lens, *rest):
-        texts = pack(buckets, tokens, lens, *rest)
-        packed.append((tokens, lens, texts))
-        return texts
+    def spy(buckets, texts, *rest):
+        result = pack(buckets, texts, *rest)
+        packed.append((texts.tokens, texts.lens, result))
+        return result
 
     with jax.set_mesh(make_mesh(1, 1, 1)), pytest.MonkeyPatch.context() as patch:
         pack = runner.pack_texts

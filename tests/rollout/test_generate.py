@@ -237,12 +237,14 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     check_counts(again, LASTS, ends)
     np.testing.assert_array_equal(np.asarray(again.prefix_lens), np.repeat(lens, 2))
     assert stats.decode_steps == stats.row_steps == 0
-    # Two rows of each prompt are one in the tries, whose slots are fewer than a window has.
+    # Two rows of each prompt are one in the tries: three sequences of two prompts, in a chunk.
+    computed = spec.buckets(12).chunk_sequences * 24
     distinct = sum(lens_by_end if len(ends) == 1 else lens) + prompts.lens.sum()
-    assert (stats.extended_tokens, stats.filled_tokens) == (64, distinct)
+    assert (stats.extended_tokens, stats.filled_tokens) == (computed, distinct)
     assert (stats.read_tokens, stats.repeated_tokens) == (distinct, 0)
     metrics = stats.metrics()
-    assert metrics["rollout/extend_fill"] == distinct / 64 == 1 - metrics["rollout/extend_empty"]
+    assert metrics["rollout/extend_fill"] == distinct / computed
+    assert metrics["rollout/extend_empty"] == 1 - distinct / computed
     assert metrics["rollout/extend_repeated"] == metrics["rollout/extend_rejected"] == 0
     np.testing.assert_array_equal(np.asarray(again.tokens.origin_steps)[2], np.zeros(6))
 

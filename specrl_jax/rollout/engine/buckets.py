@@ -2,8 +2,8 @@
 
 Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
 and a mesh that cuts the batch in 2, on a CPU. The sizes are (64, 32, 16, 8), and the widths
-(1, 2, 4). The cache has 8 + 32 + 3 slots. A chunk has room for 3 times two of the longest rows on
-each shard: a packed sequence of 3 · 2 · (8 + 32) slots. Elsewhere these are sequences of their own.
+(1, 2, 4). The cache has 8 + 32 + 3 slots. Packed sequences have 2 · (8 + 32) slots, and a chunk has
+3 of them on each shard; where it is computed in windows they are one sequence.
 """
 
 import dataclasses
@@ -16,13 +16,16 @@ import numpy as np
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import round_slots
+from specrl_jax.models.transformer import used_param_count
 from specrl_jax.sharding import chunk_tokens, platform
 
 # Draft tokens of a row that are decided together.
-VERIFY_WIDTH = {"cpu": 16}
-VERIFY_WIDTH_ELSEWHERE = 32
-# Slots of a shard that `extend` computes at once, those that are asked for; 0: whole chunks.
+VERIFY_WIDTH = 32
+WINDOW_VERIFY_WIDTH = 16  # where windows are computed: what is behind a rejection costs
+# Slots of a shard that `extend` computes at once, those that are asked for; elsewhere whole chunks.
 WINDOW_SLOTS = {"cpu": 64}
+# Parameters from which windows pay: a slot of a smaller policy costs less than to ask for it.
+WINDOW_PARAMS = 2**22
 # Slots of the sequences in which short texts are computed, where whole chunks are.
 SHORT_SLOTS = 512
 # Tokens of a row that `feed` computes at once.
@@ -102,7 +105,7 @@ class Buckets:
     @functools.cached_property
     def window_slots(self) -> int:
         """Slots that a shard computes at once; 0: a chunk's."""
-        return min(WINDOW_SLOTS.get(platform(), 0), self.sequence_slots)
+        return min(WINDOW_SLOTS[platform()], self.sequence_slots) if self._windows else 0
 
     @functools.cached_property
     def _pair_slots(self) -> int:
@@ -115,9 +118,9 @@ class Buckets:
         pairs = max(chunk_tokens() // self._pair_slots, 1)
         return min(pairs, self.sizes[0] // self.shards)
 
-    @property
+    @functools.cached_property
     def _windows(self) -> bool:
-        return platform() in WINDOW_SLOTS
+        return platform() in WINDOW_SLOTS and used_param_count(self.model) >= WINDOW_PARAMS
 
     @property
     def sequence_slots(self) -> int:
@@ -137,7 +140,7 @@ class Buckets:
     @property
     def verify_width(self) -> int:
         """Draft tokens of a row that are decided together."""
-        width = VERIFY_WIDTH.get(platform(), VERIFY_WIDTH_ELSEWHERE)
+        width = WINDOW_VERIFY_WIDTH if self._windows else VERIFY_WIDTH
         return min(width, self.response_slots)
 
     @property

@@ -30,16 +30,10 @@ from specrl_jax.rollout.engine.all_rows import (
     write_held,
 )
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import (
-    PackedTexts,
-    PrefillCounts,
-    TextPaths,
-    Texts,
-    extend,
-    pack_texts,
-)
+from specrl_jax.rollout.engine.extend import PrefillCounts, extend
 from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
 from specrl_jax.rollout.engine.text_states import TextStates, blank_states
+from specrl_jax.rollout.engine.texts import PackedTexts, TextPaths, Texts, pack_texts
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import (
     PADDING,

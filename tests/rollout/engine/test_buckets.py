@@ -7,31 +7,44 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models import kv_cache
+from specrl_jax.models.transformer import used_param_count
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.buckets import Buckets
 
 MODEL = ref.ONE_LAYER
 
 
-def test_worked_example(monkeypatch):
+def test_worked_example():
     """That of the module's docstring."""
     buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert buckets.sizes == (64, 32, 16, 8)
     assert buckets.cache_slots == 8 + 32 + 3
     assert buckets.widths == (1, 2, 4)
-    assert (buckets.sequence_slots, buckets.chunk_sequences) == (3 * 2 * (8 + 32), 1)
-    assert buckets.window_slots == 64
-    monkeypatch.setattr(bucket_sizes, "WINDOW_SLOTS", {})
-    buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
-    assert buckets.window_slots == 0
     assert buckets.chunks == 11  # 32 rows on each shard, at worst three to a chunk
-    assert buckets.verify_width == 16
+    assert (buckets.verify_width, buckets.window_slots) == (32, 0)
+    assert buckets.text_shapes == ((80, 3, 11),)
     assert buckets.block_rows == 12
     assert buckets.refill == 8
     assert [buckets.size_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
     counts = [(32, 1), (16, 16), (17, 0), (9, 4), (4, 4), (0, 0)]
     assert [buckets.size_for_shards(n) for n in counts] == [64, 32, 64, 32, 8, 8]
+
+
+def test_a_larger_policy_has_windows(monkeypatch):
+    monkeypatch.setattr(bucket_sizes, "WINDOW_PARAMS", used_param_count(MODEL))
+    buckets = Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4)
+    assert buckets.text_shapes == ((3 * 2 * (8 + 32), 1, 11),)
+    assert (buckets.verify_width, buckets.window_slots) == (16, 64)
+    monkeypatch.setattr(bucket_sizes, "WINDOW_PARAMS", used_param_count(MODEL) + 1)
+    assert Buckets(MODEL, 64, 8, 32, 4, shards=2, max_width=4).window_slots == 0
+
+
+def test_short_texts_have_a_shape_where_chunks_are_long(monkeypatch):
+    """The paper's lengths, on an accelerator."""
+    monkeypatch.setattr(bucket_sizes, "platform", lambda: "gpu")
+    buckets = Buckets(MODEL, 512, 1_024, 4_096, 4, shards=8)
+    assert buckets.text_shapes == ((10_240, 1, 64), (512, 1, 64))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from specrl_jax.rollout.engine.decode import (
     count_unfinished,
     decode_steps,
 )
-from specrl_jax.rollout.engine.extend import extend, pack_texts
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.texts import Texts, pack_texts
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
@@ -39,7 +40,8 @@ def begin(spec, weights, prompts, max_lens=None, idle=None):
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.cache_slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
-    packed = pack_texts(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
+    no_drafts = np.zeros(count, np.int32)
+    packed = pack_texts(buckets, Texts(texts, prompts.lens, prompts.lens, own, no_drafts))
     return extend(spec, buckets, weights, cache, rows, all_rows, None, packed)[:2]
 
 

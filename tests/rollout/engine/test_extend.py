@@ -16,8 +16,9 @@ from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import TextPaths, Texts, extend, pack_texts
+from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.engine.text_states import blank_states
+from specrl_jax.rollout.engine.texts import TextPaths, Texts, pack_texts
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -41,18 +42,19 @@ def small(monkeypatch):
     monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
     monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
     monkeypatch.setitem(bucket_sizes.WINDOW_SLOTS, "cpu", 5)
-    monkeypatch.setitem(bucket_sizes.VERIFY_WIDTH, "cpu", 3)
+    monkeypatch.setattr(bucket_sizes, "VERIFY_WIDTH", 3)
+    monkeypatch.setattr(bucket_sizes, "WINDOW_VERIFY_WIDTH", 3)
     yield
     extend.clear_cache()
     blank_states.clear_cache()
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """Chunks are computed at once, as on accelerators."""
+def windows(monkeypatch):
+    """Chunks are computed in windows, as for large policies."""
     extend.clear_cache()
     blank_states.clear_cache()
-    monkeypatch.setattr(bucket_sizes, "WINDOW_SLOTS", {})
+    monkeypatch.setattr(bucket_sizes, "WINDOW_PARAMS", 0)
     yield
     extend.clear_cache()
     blank_states.clear_cache()
@@ -374,8 +376,9 @@ CASES = {
     "one chunk": ((1, 1, 1), "", PLAIN),
     "chunks": ((1, 1, 1), "small", TRUNCATED),
     "shards": ((2, 2, 2), "small", PLAIN),
-    "chunks at once": ((1, 1, 1), "small at_once", TRUNCATED),
-    "shards at once": ((2, 2, 2), "at_once", PLAIN),
+    "one chunk, windows": ((1, 1, 1), "windows", TRUNCATED),
+    "chunks, windows": ((1, 1, 1), "small windows", TRUNCATED),
+    "shards, windows": ((2, 2, 2), "small windows", PLAIN),
 }
 
 
