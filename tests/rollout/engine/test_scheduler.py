@@ -161,7 +161,7 @@ def test_who_waits_by_hand():
     runner = types.SimpleNamespace(
         spec=types.SimpleNamespace(group_size=2), requests=types.SimpleNamespace(first=None),
         buckets=types.SimpleNamespace(shards=2), shard_rows=4, lens=begun,
-        draft_ends=np.zeros(8, np.int32), finished=done, idle=np.arange(8) % 4 >= 2,
+        verify_ends=np.zeros(8, np.int32), finished=done, idle=np.arange(8) % 4 >= 2,
     )  # fmt: skip
     scheduler = Scheduler(runner)
     assert scheduler.queues == [[1, 0], [5]]
