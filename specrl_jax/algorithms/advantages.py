@@ -1,7 +1,7 @@
 """Advantages of the tokens of a batch, from its rewards. Pure functions.
 
 `ADVANTAGES` holds every choice of `config.algorithm.advantage`. To add one, write a function with
-the signature of `Advantage.estimate` and add it to the table.
+the signature of `Advantage.estimate` and add `"name": Advantage(function)` to the table.
 """
 
 import functools

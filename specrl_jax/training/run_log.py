@@ -64,7 +64,7 @@ class RunLog(contextlib.AbstractContextManager):
     def restore(self, step: int, ahead: int = 0) -> None:
         """Remove records after `step`; at step 0 all, as step 0 is written again.
 
-        ahead: so many steps after it have been rolled out, and their responses recorded.
+        ahead: number of steps after it that are rolled out, with their responses recorded.
         """
         if self.writes:
             self._metrics.restore(step or -1)

@@ -136,7 +136,7 @@ def supervise(
         for name, field in _MUST_BE_FINITE.items():
             value = scalars.get(name, np.zeros(1)).sum()
             if not np.isfinite(value):
-                rate = f", now {settings.learning_rate}" if field.startswith("warmup") else ""
+                rate = f", now {settings.learning_rate}" if field.startswith("sft.") else ""
                 raise FloatingPointError(
                     f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )

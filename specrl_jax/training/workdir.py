@@ -129,10 +129,6 @@ def _show(fields: Mapping, name: str) -> str:
     return json.dumps(fields[name]) if name in fields else "absent"
 
 
-# Checksums: of an array's bits, not of how these lie on devices or in files. Any changed element
-# changes its array's checksum; any other damage is missed once in 4e9 times.
-
-
 def parse_origin(origin: str, config) -> tuple[Path, int]:
     """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
     workdir, _, step = origin.rpartition("@")

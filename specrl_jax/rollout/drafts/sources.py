@@ -151,11 +151,6 @@ class DraftChoice:
         """True where decode steps have drafts."""
         return self.make_source is not None or self.head
 
-    @property
-    def drafts(self) -> bool:
-        """True where there are drafts at all."""
-        return self.verifies_previous or self.proposes
-
 
 # `rollout.draft`. The only place where a source's name is written.
 DRAFT_SOURCES: dict[str, DraftChoice] = Table(

@@ -27,8 +27,9 @@ from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
-from specrl_jax.rollout.engine.extend import PrefillCounts, RowBlock, begin_rows
+from specrl_jax.rollout.engine.extend import PrefillCounts
 from specrl_jax.rollout.engine.shapes import RolloutShapes
+from specrl_jax.rollout.engine.verify import RowBlock, begin_rows
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows

@@ -128,9 +128,9 @@ class Runner:
         noise = requests.noise
         self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
         self.idle = starts.idle  # bool [B], rows that nobody waits for
-        self.finished = starts.done.copy()  # kept up to date where a rollout may end early
-        # Of each row, int32 [B]: the tokens that it holds; the position in the response up to which
-        # its draft is verified; and how many draft tokens it was given so far.
+        self.finished = starts.done.copy()  # up to date where a rollout may end early
+        # Of each row, int32 [B]: the tokens that it held when it last began or continued; the
+        # position up to which its draft is verified; and how many draft tokens it was given.
         self.lens = np.zeros(len(self.idle), np.int32)
         self.verify_ends = np.zeros(len(self.idle), np.int32)
         self.drafted_lens = np.zeros(len(self.idle), np.int32)

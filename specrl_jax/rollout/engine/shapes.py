@@ -15,18 +15,18 @@ from specrl_jax.types import Drafts
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShapes:
-    """Shapes of a rollout of `num_rows` rows, of which `trained` are to train on."""
+    """Shapes of a rollout of `num_rows` rows, of which `awaited` are not idle."""
 
     spec: RolloutSpec
     weights: Params
     num_rows: int
-    trained: int
+    awaited: int
     drafts: Drafts | None  # None: it verifies none
     draft_state: Any = None  # of the draft source
 
     @functools.cached_property
     def buckets(self) -> Buckets:
-        return self.spec.buckets(self.trained)
+        return self.spec.buckets(self.awaited)
 
     @functools.cached_property
     def all_rows(self) -> Rows:
