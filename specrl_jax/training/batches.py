@@ -51,9 +51,9 @@ class BatchSource(contextlib.AbstractContextManager):
 
     def next(self, run: Run, state: RunState, record: Record) -> Collected:
         """Return the batch of the step that begins, on the mesh in use."""
-        batch, rollouts = collect(run, state.rollout, state.rollout_weights(run))
-        record(batch, rollouts)
-        return batch
+        collected, rollouts = collect(run, state.rollout, state.rollout_weights(run))
+        record(collected, rollouts)
+        return collected
 
     def call(self, function: Callable, *args: Any) -> Any:
         """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""

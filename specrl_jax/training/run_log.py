@@ -94,15 +94,15 @@ class RunLog(contextlib.AbstractContextManager):
         self._metrics.write(self._step, self._epoch, values)
         return values
 
-    def record(self, batch: Collected, rollouts: Sequence[Responses]) -> None:
+    def record(self, collected: Collected, rollouts: Sequence[Responses]) -> None:
         """Write a share of the responses of rollouts and all failures; show some responses.
 
         They belong to the step that trains on the batch, which may come later.
 
         Raises ValueError as `FailureLog.record` does, in every process.
         """
-        step = batch.step
-        self._write_responses(step, batch.epoch, rollouts, kind="step")
+        step = collected.step
+        self._write_responses(step, collected.epoch, rollouts, kind="step")
         every = self._print_every
         if every and (step % every == 0 or step == 1):
             self._show(step, rollouts[0])

@@ -35,14 +35,14 @@ class Scheduler:
         """Return all rows, at their end unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
-            # A row may be done as it begins: another row may take its slot at once.
-            if not self._admit():
-                if not runner.unfinished_awaited.any():
-                    break
-                if not any(self.queues) and not any(self.idle_queues):
-                    self._compact(runner.unfinished_all)
-                plan, stop = self._plan(self._stop_condition())
-                self._record(plan, *runner.decode(stop, plan.width))
+            if self._admit():
+                continue  # a row may be done as it begins: another may take its slot at once
+            if not runner.unfinished_awaited.any():
+                break
+            if not any(self.queues) and not any(self.idle_queues):
+                self._compact(runner.unfinished_all)
+            plan, stop = self._plan(self._stop_condition())
+            self._record(plan, *runner.decode(stop, plan.width))
         runner.write_back()
         return runner.all_rows
 
