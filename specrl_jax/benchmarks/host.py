@@ -132,7 +132,7 @@ def _fill(model, host: RowTokens, kept: float | None) -> dict[str, float]:
         buckets = _buckets(model, host, 1)
         for rows in _admissions(buckets, host.response_lens - kept_lens):
             packed = _pack(buckets, host, rows, [rows], draft_lens)
-            order = packed.row_ids[0, : len(rows)]
+            order = packed.shard_row_ids[0, : len(rows)]
             known = host.prompt_lens[order]
             totals += _count(packed, [known + draft_lens[order], known + kept_lens[order], known])
             calls += 1

@@ -81,7 +81,7 @@ def _compiled(path, topology: str, *flags: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["program"]: row for row in json.loads(path.read_text())["programs"]}
-    assert list(rows) == ["extend", "decode 128 x 1", "update"]
+    assert list(rows) == ["extend", "extend short", "decode 128 x 1", "update"]
     assert all(name in done.stdout for name in rows)
     memory = chips.CHIPS[chips.parse(topology)[0]].memory
     for row in rows.values():

@@ -107,7 +107,9 @@ def test_rows_that_forked_are_extended_as_one_trie(grown):
         rows = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens, strict=True)]
         count = len(rows)
         chunk = np.searchsorted(texts.first_row[0], np.arange(count), side="right")
-        by_row = dict(zip(texts.row_ids[0, :count].tolist(), zip(chunk, texts.nodes[0, :count])))
+        by_row = dict(
+            zip(texts.shard_row_ids[0, :count].tolist(), zip(chunk, texts.nodes[0, :count]))
+        )
         for first in {row[0] for row in rows}:
             own = [row for row in rows if row[0] == first]
             distinct = {row[:n] for row in own for n in range(1, len(row) + 1)}
