@@ -24,9 +24,7 @@ def steps(workdir):
 
 def test_unknown_names_and_arrays_are_refused(tmp_path):
     with open_log(tmp_path) as log:
-        with pytest.raises(
-            ValueError, match=r"got 'reward/meen': define it in telemetry.metrics.METRICS"
-        ):
+        with pytest.raises(ValueError, match=r"got 'reward/meen': add it to METRICS of telemetry"):
             log.write(1, 1, {"reward/meen": 1.0})
         with pytest.raises(ValueError, match=r"'reward/mean' must be a scalar, got shape \(2,\)"):
             log.write(1, 1, {"reward/mean": np.zeros(2)})
