@@ -1,4 +1,4 @@
-"""What recipes add to the core: choices of its tables, and classes that take slots of a run.
+"""Registry of what recipes add: choices of tables, and classes that take slots of a run.
 
 No recipe is named here: every file of `specrl_jax/recipes/` is asked, then the user's own modules.
 """
@@ -107,10 +107,10 @@ def load(names: str) -> None:
     for name in new:
         try:
             importlib.import_module(name)
-        except (ImportError, SyntaxError) as error:
+        except Exception as error:  # whatever the user's module does as it is imported
             raise ValueError(
                 f"recipes must name modules in this directory or installed ones, got {name!r}: "
-                f"{error}"
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             ) from error
     _own = (*_own, *new)
     modules.cache_clear()

@@ -19,7 +19,7 @@ GROUP = 4
 
 @pytest.fixture(scope="module")
 def idea():
-    """What the notebook defines, without its runs."""
+    """Definitions of the notebook, without its runs."""
     notebook = nbformat.read(ROOT / "notebooks" / "idea.ipynb", as_version=4)
     run = next(i for i, x in enumerate(notebook.cells) if x.source.startswith("## Run it"))
     defined = {}

@@ -221,8 +221,14 @@ def _loss_of(
         routing = slot_routing(part.routing, nodes, sequences)
         term_inputs, shared = _term_inputs(terms, part, frozen, sequences, nodes)
         slots, states, load = slot_logprobs(
-            *(update_spec, policy, weights.get("critic"), sequences),
-            *(support, term_inputs, shared, routing),
+            update_spec,
+            policy,
+            weights.get("critic"),
+            sequences,
+            support,
+            term_inputs,
+            shared,
+            routing,
         )
         rows = read_nodes(slots._replace(terms=()), nodes)
         read = read_wide_nodes(slots.terms, nodes)

@@ -15,7 +15,7 @@ from specrl_jax.types import Batch, Rollout
 
 
 class StageResult(NamedTuple):
-    """What a stage leaves. A row whose `response_lens` is 0 is left out of the updates."""
+    """Result of a stage. A row whose `response_lens` is 0 is left out of the updates."""
 
     batch: Batch
     # int [B], rows in the order in which the updates take them; some may come twice, others not

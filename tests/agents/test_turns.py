@@ -146,7 +146,7 @@ def test_episodes_are_those_that_begin_again_at_every_turn(make_mesh, case, monk
 
 
 def test_experts_that_are_kept_are_those_of_rows_that_begin_again(mesh):
-    """Those of an environment's tokens too."""
+    """Experts of an environment's tokens are kept too."""
     model = ref.ONE_LAYER.replace(num_experts=6, experts_per_token=2)
     _, weights = ref.policy(0.0, model)
     options = {"turns": True, "accept": "match", "keeps_routing": True, **ref.ONE_BUCKET}

@@ -125,7 +125,7 @@ CASES = {
     "case", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("plain", "tree"))) for x in CASES]
 )
 def test_a_rollout_keeps_the_experts_of_each_token(mesh, case):
-    """Those of a pass over the whole row; with them an update in float32 is as without."""
+    """Experts are those of a pass over the whole row; an update in float32 is as without them."""
     options = dict(CASES[case])
     drafted = options.pop("drafts", False)
     spec = ref.make_spec(MIXTURE, slots=10, keeps_routing=True, **options)

@@ -70,7 +70,7 @@ class StopCondition:
 
 
 class Decoding(NamedTuple):
-    """What decode steps of one width change, and what they have cost so far."""
+    """State that decode steps of one width change, and their cost so far."""
 
     cache: KVCache  # of the policy's layers, then of the draft head's
     rows: Rows

@@ -51,7 +51,7 @@ from specrl_jax.types import Drafts
 
 
 class PrefillCounts(NamedTuple):
-    """What `extend` or `feed` has computed and decided; int32 []."""
+    """Counts of what `extend` or `feed` has computed and decided; int32 []."""
 
     computed: Array  # slots
     filled: Array  # slots that held a token

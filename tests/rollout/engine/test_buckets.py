@@ -41,7 +41,7 @@ def test_a_larger_policy_has_windows(monkeypatch):
 
 
 def test_short_texts_have_a_shape_where_chunks_are_long(monkeypatch):
-    """The paper's lengths, on an accelerator."""
+    """Shapes of the paper's lengths, on an accelerator."""
     monkeypatch.setattr(bucket_sizes, "platform", lambda: "gpu")
     buckets = Buckets(MODEL, 512, 1_024, 4_096, 4, shards=8)
     assert buckets.text_shapes == ((10_240, 1, 64), (512, 1, 64))
