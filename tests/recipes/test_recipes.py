@@ -10,10 +10,13 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 from small_runs import ONE_DEVICE, ROOT, one_line, records, small_config
 
 from specrl_jax import recipes, registry
+from specrl_jax.training.learn import pass_stages
+from specrl_jax.training.stage import StageResult
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
@@ -141,3 +144,35 @@ def test_the_project_works_without_it(tmp_path, name):
         assert line.startswith(f"error: {field} is not a field of the config")
         assert line.count("\n") == 1
     run("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "tests/test_imports.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "cause"),
+    [
+        ("nobody_has_this", "", "ModuleNotFoundError: No module named 'nobody_has_this'"),
+        ("broken_recipe", "x = nothing", "NameError: name 'nothing' is not defined"),
+    ],
+)
+def test_a_recipe_that_cannot_be_imported_is_one_line(name, code, cause, tmp_path, monkeypatch):
+    if code:
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="recipes must name modules") as error:
+        registry.load(name)
+    assert one_line(error).endswith(f"got {name!r}: {cause}")
+    assert registry.loaded() == ()
+
+
+def test_two_stages_that_order_rows_are_refused():
+    batch = types.SimpleNamespace(tokens=np.zeros((4, 2)))
+
+    def stages(*orders):
+        made = [lambda run, state, batch, _, ids=ids: StageResult(batch, ids) for ids in orders]
+        return types.SimpleNamespace(stages=made)
+
+    reverse = np.arange(4)[::-1]
+    assert pass_stages(stages(None, reverse), None, batch, None).row_ids is reverse
+    for orders in ((reverse, reverse), (reverse[:2],)):
+        with pytest.raises(ValueError, match="row_ids must be 4 ids of one stage, got ") as error:
+            pass_stages(stages(*orders), None, batch, None)
+        assert one_line(error).endswith("set response_lens to 0 to leave a row out")
