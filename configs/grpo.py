@@ -87,7 +87,7 @@ def custom(config: ConfigDict) -> None:
 
     data.path is a JSONL file with the columns `question` and `answer`; its last 32 rows are held
     out. Nothing else belongs to a task. What to expect, and the time on a machine, depend on all
-    three, so nothing was measured. It teaches to begin with few and short responses
+    three, so nothing was measured. It teaches to start with few and short responses
     (rollout.prompts_per_step, rollout.response_len), and to raise them when rewards differ.
     """
     _pretrained(config, "")
@@ -295,7 +295,7 @@ def qwen3_30b_a3b(config: ConfigDict) -> None:
     of its memory; what reward to expect is not known. It teaches the fields of a mixture of
     experts: "tensor" splits each expert's width and the four key/value heads.
 
-    Measured: `extend`, decode and `update` compiled for h100:8, see docs/scaling.md; not run.
+    Measured: `prefill`, decode and `update` compiled for h100:8, see docs/scaling.md; not run.
     """
     gsm8k(config)
     _pretrained(config, "Qwen/Qwen3-30B-A3B")

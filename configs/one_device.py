@@ -77,7 +77,7 @@ def gemma3_1b(config: ConfigDict) -> None:
 def smollm3_3b(config: ConfigDict) -> None:
     """SmolLM3-3B without thinking, adapters of rank 32, responses of up to 1,024 tokens.
 
-    Compiled for h100:1 (`extend` and `update`); not run.
+    Compiled for h100:1 (`prefill` and `update`); not run.
     """
     config.model.source = "HuggingFaceTB/SmolLM3-3B"
     config.tokenizer.template_options.enable_thinking = False

@@ -8,7 +8,7 @@ import re
 
 from griffe import Attribute, Class, Docstring, Extension, Object
 
-# "mask: bool [B, R]." or "embed_dim, mlp_dim: .."; a sentence begins with a capital.
+# "mask: bool [B, R]." or "embed_dim, mlp_dim: .."; a sentence starts with a capital.
 _ARGUMENT = re.compile(r"(?m)^([a-z_][\w.]*(?:, [a-z_][\w.]*)*):(?= )")
 
 

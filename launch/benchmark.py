@@ -33,7 +33,7 @@ _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max
 _OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
 _BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "host")
-# The preset of configs/grpo.py that a benchmark begins from.
+# The preset of configs/grpo.py that a benchmark starts from.
 _PRESETS = {"training": "tiny", "host": "qwen3_1p7b"}
 
 

@@ -7,7 +7,7 @@ Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2; h100:8, h200:8, a100-40gb:1, a100-80gb:
 rtx4090:1 and so on. TPUs need `pip install -e '.[compile-tpu]'` in the clone's directory, GPUs
 '.[compile-cuda]'. docs/scaling.md explains the table.
 
---programs=decode,update compiles those whose names begin so. --json=FILE writes all figures.
+--programs=decode,update compiles those whose names start so. --json=FILE writes all figures.
 """
 
 import sys
@@ -24,7 +24,7 @@ from absl import flags
 from specrl_jax.command_line import cli
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SHAPE, as in v5e:4x4 or h100:8")
-_PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile begin; all")
+_PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile start; all")
 _JSON = flags.DEFINE_string("json", "", "write the figures to this file")
 flags.mark_flag_as_required("topology")
 
@@ -78,12 +78,12 @@ def main() -> None:
 
 
 def _chosen(listed: list) -> list:
-    """Return the programs whose names begin as --programs says; all where it says nothing."""
+    """Return the programs whose names start as --programs says; all where it says nothing."""
     prefixes = _PROGRAMS.value or [""]
     for prefix in prefixes:
         if not any(program.name.startswith(prefix) for program in listed):
             names = ", ".join(program.name for program in listed)
-            raise ValueError(f"--programs must begin names of {names}, got {prefix}")
+            raise ValueError(f"--programs must start names of {names}, got {prefix}")
     return [program for program in listed if program.name.startswith(tuple(prefixes))]
 
 

@@ -4,7 +4,7 @@
 
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET), as --workdir=DIR alone
 does. A finished run is left as it is. --config=RUN/config.json runs the configuration of RUN in a
-new DIR. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of RUN. Only some fields
+new DIR. With --resume_from=RUN@STEP a new DIR starts with that checkpoint of RUN. Only some fields
 may differ from RUN's; an error lists them. --print_config prints every field with its value and
 trains nothing; a run writes them to DIR/config.json.
 
@@ -26,7 +26,7 @@ from specrl_jax.command_line import cli
 from specrl_jax.process.stop import StopRequest
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
-_RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to begin DIR with")
+_RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to start DIR with")
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "HOST:PORT of process 0; auto: as the cluster says; default: Slurm's steps"
 )

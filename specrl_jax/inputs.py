@@ -135,7 +135,7 @@ def reward_terms(text: str) -> dict[str, float]:
 def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
     """Return the object that is `text`, UTF-8, with at least these fields.
 
-    Errors begin with `where`.
+    Errors start with `where`.
     """
     with one_line(f"{where} must be JSON"):
         value = json.loads(text.decode("utf-8-sig"))

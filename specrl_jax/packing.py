@@ -120,7 +120,7 @@ class TextSet:
         return len(text) - known
 
     def nearest(self, text: np.ndarray) -> tuple[int, Any]:
-        """Return the most tokens with which a text of the set begins as this one, and its value."""
+        """Return the most tokens with which a text of the set starts as this one, and its value."""
         key = _key(text)
         if key in self._values:
             return len(text), self._values[key]
@@ -140,7 +140,7 @@ def _key(text: np.ndarray) -> bytes:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Count the tokens with which both begin."""
+    """Count the tokens with which both start."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     first = int(differs.argmax()) if size else 0
@@ -168,7 +168,7 @@ def _assign_nodes(
 
 
 def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:
-    """Return bool [B], rows that begin a piece: they share nothing, or it would be too long."""
+    """Return bool [B], rows that start a piece: they share nothing, or it would be too long."""
     first = np.zeros(len(lens), bool)
     size = 0
     for row, (whole, known) in enumerate(zip(lens.tolist(), shared.tolist())):

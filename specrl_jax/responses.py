@@ -78,7 +78,7 @@ class Responses:
     turns: Turns | None = None  # of episodes
     # The rows' last responses before these, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
-    on_kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
+    on_reused_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
 
     @property
     def row_ids(self) -> np.ndarray:

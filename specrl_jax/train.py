@@ -35,7 +35,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
     """
     state.step += 1
     collected = state.batches.next(run, state, log.record)
-    log.begin(collected.step, collected.epoch)
+    log.start(collected.step, collected.epoch)
     with log.clock.timed("time/update"):
         metrics = update_policy(run, state, collected)
     log.add(collected.metrics | metrics)  # an advantage knows better which groups have a signal
@@ -54,7 +54,7 @@ def loop(session: Session) -> None:
         checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
 
     if state.step == 0:
-        log.begin(0, epoch=0)
+        log.start(0, epoch=0)
         evaluate_held_out(run, state, log)
         save(log.write().get("reward/eval"))
     else:
@@ -107,7 +107,7 @@ def train(
 ) -> None:
     """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
 
-    resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` begins
+    resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` starts
     with. stop: a request in whose `with` block this is called. hooks: what is done beside the
     steps, see `specrl_jax.standard_hooks`. Raises ValueError in one line where the configuration,
     the data or `workdir` do not allow it, FloatingPointError where training diverges.

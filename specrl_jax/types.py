@@ -96,8 +96,8 @@ class Source(enum.IntEnum):
     SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
     DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
     REUSED = 2  # accepted from the earlier response by the acceptance rule
-    FORCED = 3  # from an environment
-    COPIED = 4  # of another row of its group, with which the row began
+    ENVIRONMENT = 3  # from an environment
+    COPIED = 4  # of another row of its group, with which the row started
 
 
 @jax.tree_util.register_dataclass
@@ -146,7 +146,7 @@ class Drafts:
     """Draft tokens of B rows."""
 
     tokens: Tokens  # [B, R]; the ids alone where the acceptance rule samples every token anew
-    # int32 [B], where drafts end, counted from the response's beginning: a draft begins with the
+    # int32 [B], where drafts end, counted from the response's beginning: a draft starts with the
     # tokens that its row holds. 0 where there is none.
     lens: Array
 
@@ -213,7 +213,9 @@ class Batch:
     values: Array | None = None  # float32 [B, R], the critic's before the update; None without one
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
     importance_weights: Array | None = None  # float32 [B, R]; None: all 1
-    forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
+    from_environment: Array | None = (
+        None  # bool [B, R], tokens that are not the policy's; None: none
+    )
     # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
     # None: among all tokens.
     support: Array | None = None
@@ -229,4 +231,4 @@ class Batch:
         """Return bool [B, R], the tokens that are trained on."""
         slots = self.old_logprobs.shape[1]
         inside = jnp.arange(slots)[None, :] < self.response_lens[:, None]
-        return inside if self.forced is None else inside & ~self.forced
+        return inside if self.from_environment is None else inside & ~self.from_environment

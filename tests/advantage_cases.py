@@ -28,7 +28,7 @@ def estimate(name, rewards, values, mask, settings, tokens=None, lens=None, **ev
         old_logprobs=np.zeros(mask.shape, np.float32),
         advantages=np.zeros(mask.shape, np.float32),
         values=None if values is None else np.float32(values),
-        forced=~mask,
+        from_environment=~mask,
     )
     rewards, batch = put_rows((np.float32(rewards), batch))
     return ADVANTAGES[name].estimate(Evidence(rewards, batch, **evidence), settings)

@@ -11,8 +11,8 @@ import rollout_reference as ref
 from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rewards.pool import Rewards
 from specrl_jax.rollout.generate import RolloutResult, generate
-from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.training.collect import Collected, Collector
 from specrl_jax.training.state import RolloutState
 from specrl_jax.types import Prompts
@@ -73,7 +73,7 @@ def make_state(
     settings |= {"response_len": spec.response_slots} | rollout
     config = SimpleNamespace(rollout=SimpleNamespace(**settings))
     run = SimpleNamespace(config=config, rollout_spec=spec, total_steps=total_steps)
-    stream, noise = InOrder(prompts, size), KeptNoise(1, 0.0, spec.group_size)
+    stream, noise = InOrder(prompts, size), ReusedNoise(1, 0.0, spec.group_size)
     state = RolloutState(jax.random.key(ref.KEY), stream, None, noise)
     state.collector = collector(run)
     return state
@@ -102,5 +102,5 @@ def _unrewarded(prompts: Prompts, taken: CompletedGroups, result: RolloutResult)
     none = np.zeros(len(lens), bool)
     return Responses(
         prompts, taken.groups, result.rollout, result.stats, tokens, lens, result.draft_lens,
-        rewards, result.finished, on_kept_noise=none,
+        rewards, result.finished, on_reused_noise=none,
     )  # fmt: skip

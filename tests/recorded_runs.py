@@ -42,7 +42,7 @@ def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
         reused = 300 if step > 3 else 0
         records.append(
             {"step": step, "epoch": 1 + (step > 3), "reward/mean": reward, "time/rollout": rollout,
-             "time/extend": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
+             "time/prefill": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
              "time/compile": 3.0 if step in (1, 6) else 0.0, "rollout/tokens_reused": reused,
              "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10,
              "reward/no_signal": 0.5}

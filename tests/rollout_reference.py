@@ -162,7 +162,7 @@ def with_lenience(spec, log_lenience):
 
 
 def start(spec, prompts, noise, **requested):
-    """All rows of a rollout, before any has begun."""
+    """All rows of a rollout, before any has started."""
     starts = RowStarts.of(spec, Requests(prompts, noise, **requested))
     return start_rows(spec, int(noise.purpose), noise.key, starts)
 
@@ -406,7 +406,7 @@ def common_prefix(tokens_BR, lens_B, others_BR, other_lens_B) -> np.ndarray:
 
 
 def responses(next_probs, slots: int, eos, prefix=()) -> dict[tuple[int, ...], float]:
-    """Every response that begins with `prefix`, and its probability given that.
+    """Every response that starts with `prefix`, and its probability given that.
 
     next_probs: gives the next token's probabilities after a prefix.
     """

@@ -86,7 +86,7 @@ def set_field(config, field: str, value) -> None:
 
 
 def score_first_letter(response: str, answer: str, task: str, metadata: dict) -> float:
-    """Right where the response begins with 0 or 1."""
+    """Right where the response starts with 0 or 1."""
     return float(response[:1] in ("0", "1"))
 
 

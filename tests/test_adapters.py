@@ -149,7 +149,7 @@ def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained
     line = line_of(saved_policy.open_policy, tmp_path / "run", "", "last", preset("micro"))
     assert line.startswith("model.source must be the model that the run's adapters were trained")
     line = line_of(train, tmp_path / "run", source | WARM | {"train.steps": 6})
-    assert line.startswith("model.source must be the model that the run began with")
+    assert line.startswith("model.source must be the model that the run started with")
 
 
 @pytest.mark.parametrize(

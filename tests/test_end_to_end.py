@@ -143,8 +143,8 @@ def one_device(tmp_path_factory, make_mesh):
     return workdir
 
 
-# With the padding of each shard, as the shares of `extend`.
-PADDED = ("rollout/tokens_extended", "update/computed_fraction")
+# With the padding of each shard, as the shares of `prefill`.
+PADDED = ("rollout/tokens_prefilled", "update/computed_fraction")
 
 
 def _distance(arrays: dict, expected: dict, part: str) -> float:
@@ -165,7 +165,7 @@ def test_the_first_step_is_that_of_one_device(one_device, tmp_path, make_mesh, s
         loop.train(small_config(ONE_STEP), tmp_path, hooks=StandardHooks())
     of_mesh, of_device = ({**records(x)[1]} for x in (tmp_path, one_device))
     for record in (of_mesh, of_device):
-        for name in [name for name in record if name in PADDED or "/extend_" in name]:
+        for name in [name for name in record if name in PADDED or "/prefill_" in name]:
             del record[name]
     assert of_mesh == pytest.approx(of_device, rel=1e-4, abs=1e-5)
     arrays, expected = saved(tmp_path, 1), saved(one_device, 1)

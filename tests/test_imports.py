@@ -69,7 +69,7 @@ ALLOWED = {
     },
     "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/stop_strings": {"sharding"},
-    "rollout/kept_noise": {"types"},
+    "rollout/reused_noise": {"types"},
     "rollout/requests": {"rollout/drafts", "rollout/sampling", "types"},
     "rollout/spec": {
         "config/fields", "models", "rollout/acceptance", "rollout/drafts", "rollout/engine/buckets",

@@ -31,7 +31,7 @@ ALWAYS = {
     "rollout/response_len_min", "rollout/response_len_max", "policy/approx_kl", "update/tokens",
     "policy/clip_fraction_low", "policy/clip_fraction_high", "data/tokens_generated", "time/total",
     "speed/tokens", "speed/tokens_generated",
-    "time/step", "time/rollout", "time/extend", "time/decode", "time/reward", "time/update",
+    "time/step", "time/rollout", "time/prefill", "time/decode", "time/reward", "time/update",
 }  # fmt: skip
 WITH_DRAFTS = {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
 REUSE = "rollout/reuse_fraction"
@@ -137,7 +137,7 @@ def test_every_metric_of_every_step_once(run):
         assert all(math.isfinite(value) for value in record.values())
         tokens = record["rollout/tokens_generated"] + record["rollout/tokens_reused"]
         assert tokens == 32 * record["rollout/response_len_mean"]
-        parts = record["time/extend"] + record["time/decode"]
+        parts = record["time/prefill"] + record["time/decode"]
         assert parts <= record["time/rollout"] <= record["time/step"]
         assert record["policy/rollout_train_logprob_gap"] < 1e-5
     assert lines[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry

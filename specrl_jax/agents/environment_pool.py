@@ -112,7 +112,7 @@ class EnvironmentPool(WorkerPool):
         self._stop.set()
         super().close()
 
-    def begin(self, problems: Sequence[tuple[str, str, dict]]) -> list[Episode]:
+    def start(self, problems: Sequence[tuple[str, str, dict]]) -> list[Episode]:
         """Begin an episode of each problem: its answer, task and metadata."""
         with self._lock:
             self._check_open()
@@ -259,8 +259,8 @@ class EnvironmentPool(WorkerPool):
             self._tell(episode, report.result.failure)
             return False
         episode.tries += report.tries
-        may_begin = report.result is None and episode.calls == 1
-        if episode.tries < MAX_TRIES and (self.replayable or may_begin):
+        may_start = report.result is None and episode.calls == 1
+        if episode.tries < MAX_TRIES and (self.replayable or may_start):
             return True
         ended = f"{episode.tries} processes of its environment ended"
         failure = "its environment's process has ended" if episode.tries < MAX_TRIES else ended
@@ -268,7 +268,7 @@ class EnvironmentPool(WorkerPool):
         return False
 
     def _tell(self, episode: Episode, failure: str) -> None:
-        """Tell the policy that its turn took too long; the next one begins a process.
+        """Tell the policy that its turn took too long; the next one starts a process.
 
         That one plays the turns before this one again, where they get the same answers.
         """

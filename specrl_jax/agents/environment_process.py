@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
     number: int  # of the request, in its report
     episode: int
-    problem: tuple | None  # answer, task, metadata, to begin with; None: the episode goes on
+    problem: tuple | None  # answer, task, metadata, to start with; None: the episode goes on
     responses: Sequence[str]
     scores: bool = False  # what the episode is worth so far is reported, after all responses
 

@@ -42,7 +42,7 @@ class Environment(Protocol):
     Steps get it where it has stopped a turn, and a turn that holds it is no answer to extract.
 
     `after_timeout = Step(..)` says that an episode may go on after a step that took too long: with
-    a new object, which `reset` begins, and whose files are gone. The step's observation tells the
+    a new object, which `reset` starts, and whose files are gone. The step's observation tells the
     policy so. An episode of a replayable class goes on from before the turn, and needs no such
     step.
 

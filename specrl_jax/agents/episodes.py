@@ -1,9 +1,9 @@
 """Episodes: one rollout of B rows, with an environment between a row's turns.
 
 With an environment a response is a whole episode in one row: the policy's turns, each up to its end
-of sequence, and between them what the environment answered. The environment's tokens are *forced*:
-never sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts
-change no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
+of sequence, and between them what the environment answered. The environment's tokens are never
+sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts change
+no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
 A turn that the length cut is not handed over: its environment does not see it. What an episode is
 worth that such a cut or `max_turns` has ended is asked for, where the environment says so.
@@ -64,12 +64,12 @@ class Episodes:
         self.waits = np.zeros(rows, bool)  # for the environment
         self.cut = np.zeros(rows, bool)  # by the length, in a turn or before an answer
         self.to_score: list[int] = []  # rows that a bound has ended, to be asked for in `_step`
-        self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
+        self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens start
         # Turns in a thought that the prompt, or the answer before them, has opened.
         self.in_thought = np.repeat(responder.begins_thoughts(prompts), rollout.spec.group_size)
         self.own = hosts.own_part(rows)  # rows whose environments this process runs
         problems = zip(*problems_of(prompts, range(rows)[self.own], rows))
-        self.handles = responder.pool.begin(list(problems))  # of the own rows' episodes
+        self.handles = responder.pool.start(list(problems))  # of the own rows' episodes
 
     def play(self) -> PlayedResult:
         """Play the episodes to their ends."""

@@ -12,11 +12,11 @@ TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 ENVIRONMENT = Section("environment", "several turns: see configs/multiturn.py", (
     field("name", "", '"" (one turn) | guess | calculator | python | see docs/agents.md', TEXT),
     field("max_turns", 4, "responses of an episode, together within rollout.response_len",
-          integer(1), idle=1),
+          integer(1), neutral=1),
     field("allow_unfinished", 0.5, "share of episodes that may still wait when the others go on",
-          BELOW_ONE, idle=0.0),
+          BELOW_ONE, neutral=0.0),
     field("on_timeout", "end", "a step takes too long: end (the episode) | tell (the policy)",
-          one_of("end", "tell"), idle="end"),
+          one_of("end", "tell"), neutral="end"),
 ), on=TURNS)
 # fmt: on
 

@@ -61,7 +61,7 @@ def find_calls(response: str) -> tuple[str, list[str]]:
     around = []
     calls = []
     broken = 0
-    rest = 0  # where the text after the last call begins
+    rest = 0  # where the text after the last call starts
     position = 0
     while begin := _BEGIN.search(response, position):
         position = begin.end()
@@ -149,7 +149,7 @@ def read_call(text: str, code_tool: str = "") -> list[Call | CallError]:
     """Return the calls that stand between two tags: one, or those of a list of JSON.
 
     code_tool: tool whose argument "code" may stand alone. All text is code then but a JSON object,
-      some of them, and what begins as a call in JSON: 42, null and [1] are Python. "": none.
+      some of them, and what starts as a call in JSON: 42, null and [1] are Python. "": none.
     """
     text = clean_code(text)
     values = _read_json(text)

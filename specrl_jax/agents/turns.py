@@ -67,17 +67,17 @@ class EpisodeRollout:
         """
         runner = self.runner
         lens = hosts.fetch(runner.all_rows.lens)
-        forced = np.zeros((len(lens), self.spec.response_slots), np.int32)
+        observed = np.zeros((len(lens), self.spec.response_slots), np.int32)
         counts = np.zeros(len(lens), np.int32)
         for row, ids in answers.items():
-            forced[row, : len(ids)] = ids
+            observed[row, : len(ids)] = ids
             counts[row] = len(ids)
         rows = np.array(sorted(answers), int)
         answered = np.isin(np.arange(len(lens)), rows)
         on_device = put(answered, "batch")
         counts_on_device = put(counts, "batch")
-        all_rows = append_forced(
-            runner.all_rows, put(forced, "batch", None), counts_on_device, on_device
+        all_rows = append_observations(
+            runner.all_rows, put(observed, "batch", None), counts_on_device, on_device
         )
         draft_ends = None
         if self.draft_episodes is not None:
@@ -106,7 +106,7 @@ class TurnScheduler(Scheduler):
 
     def __init__(self, runner: Runner, speculation: Speculation | None = None):
         super().__init__(runner, speculation)
-        # int [shards], rows within a turn when rows last began or went on
+        # int [shards], rows within a turn when rows last started or went on
         self.in_turn = np.zeros_like(runner.unfinished_all)
 
     def _occupied(self) -> np.ndarray:
@@ -134,7 +134,7 @@ class TurnScheduler(Scheduler):
         return runner.all_rows
 
     def go_on(self, rows: np.ndarray, starts: np.ndarray, over: np.ndarray) -> None:
-        """Let answered rows go on; an answered row whose slot was given away begins again.
+        """Let answered rows go on; an answered row whose slot was given away starts again.
 
         Every other row whose turn has ended waits for its answer, or is over.
 
@@ -160,7 +160,7 @@ class TurnScheduler(Scheduler):
 
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
-def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
+def append_observations(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
     """Append the first `lens` [B] of `tokens` [B, O] to the rows marked in `answered` bool [B].
 
     No policy drew these tokens. The rows go on with another turn.
@@ -177,7 +177,7 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
 
     cleared = jax.tree.map(clear, all_rows.tokens)
     written = jnp.where(new, moved, all_rows.tokens.ids)
-    sources = jnp.where(new, jnp.int8(Source.FORCED), all_rows.tokens.sources)
+    sources = jnp.where(new, jnp.int8(Source.ENVIRONMENT), all_rows.tokens.sources)
     last = read_slots(written, jnp.maximum(ends - 1, 0), 1)[:, 0]
     return dataclasses.replace(
         all_rows,
@@ -189,8 +189,8 @@ def append_forced(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -
     )
 
 
-def append_forced_inputs(all_rows: Rows, response_slots: int) -> tuple:
-    """Return the inputs of `append_forced`."""
+def append_observations_inputs(all_rows: Rows, response_slots: int) -> tuple:
+    """Return the inputs of `append_observations`."""
     (count,) = all_rows.lens.shape
     tokens = abstract.array(np.int32, (count, response_slots), "batch", None)
     lens = abstract.array(np.int32, (count,), "batch")

@@ -107,7 +107,7 @@ ALGORITHM = Section("algorithm", "", (
     field("normalize_std", True, "divide by the group's std; False: Dr. GRPO; paper True", SWITCH,
           BY_GROUP, BY_TOKEN),
     field("leave_one_out", False, "compare a response with the mean of the others: RLOO", SWITCH,
-          BY_GROUP, BY_TOKEN, idle=False),
+          BY_GROUP, BY_TOKEN, neutral=False),
     field("objective", "clip", "clip (PPO's) | cispo (the ratio weighs log π)",
           choice(lambda: _losses().OBJECTIVES)),
     field("ratio", "token", "token | sequence (one per response, the geometric mean: GSPO)",
@@ -117,7 +117,7 @@ ALGORITHM = Section("algorithm", "", (
     field("clip_high", 0.28, "ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)",
           within(0, 1e6), BY_TOKEN, RATIO, may_change=NEW_RUN),
     field("dual_clip", 3.0, "c: the loss is at most c·|A| for negative A; 0: off; paper 3",
-          OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, idle=0.0, may_change=NEW_RUN),
+          OFF_OR_ABOVE_ONE, DUAL_CLIP, RATIO, neutral=0.0, may_change=NEW_RUN),
     field("aggregation", "token", "token | sequence (mean of row means) | constant (Dr. GRPO)",
           choice(lambda: _losses().AGGREGATIONS)),
     field("kl_coef", 0.0, "weight of the KL to the reference; 0: none; paper 1e-4", WEIGHT,
@@ -128,9 +128,9 @@ ALGORITHM = Section("algorithm", "", (
     field("balance_coef", 0.0, "weight of a mixture's load-balancing loss (2101.03961)",
           WEIGHT, may_change=NEW_RUN),
     field("importance_cap", 0.0, "TIS: cap of the weight π / what a token came from; 0: off",
-          within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
+          within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, neutral=0.0),
     field("keep_sampling_mask", False, "log-probs among the tokens that rollout.top_k allowed",
-          SWITCH, TOP_K, idle=False),
+          SWITCH, TOP_K, neutral=False),
 ))
 
 MASK = Section("algorithm.mask", "tokens without gradient; r is π_train / π_rollout", (
@@ -147,7 +147,7 @@ MASK = Section("algorithm.mask", "tokens without gradient; r is π_train / π_ro
     field("binary_kl", 0.0, "either KL of token against all others above this; KPop 0.1", WEIGHT),
     field("truncated", False,
           "all of a response that the length cut; its reward stays in the group's", SWITCH,
-          BY_TOKEN, idle=False),
+          BY_TOKEN, neutral=False),
 ), may_change=NEW_RUN)
 
 CRITIC = Section("critic", "a value function, for PPO: see configs/ppo.py", (
@@ -155,10 +155,10 @@ CRITIC = Section("critic", "a value function, for PPO: see configs/ppo.py", (
           choice(_critic_kinds, "none")),
     field("learning_rate", 1e-3, "AdamW, constant; other values as in updates; paper 1e-5", WEIGHT,
           may_change=NEW_RUN),
-    field("lr_warmup_steps", 0, "optimizer steps of linear warm-up; paper 0", integer(), idle=0,
+    field("lr_warmup_steps", 0, "optimizer steps of linear warm-up; paper 0", integer(), neutral=0,
           may_change=NEW_RUN),
     field("critic_only_steps", 0, "first steps in which only the critic learns; paper 0", integer(),
-          idle=0, may_change=NEW_RUN),
+          neutral=0, may_change=NEW_RUN),
     field("coef", 0.5, "weight of its loss beside the policy's; with head it moves the policy too",
           within(1e-6, 1e6), may_change=NEW_RUN),
     field("clip", 0.2, "largest change of a value from the old one, in reward; 0: off",
@@ -176,7 +176,7 @@ UPDATES = Section("updates", "", (
     field("packing", "trie", "trie (prefixes once) | sequences (rows in a line) | rows (padded)",
           choice(_packings)),
     field("skip_no_signal", True, "leave rows out whose loss has no gradient; they still count",
-          SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False),
+          SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, neutral=False),
     field("select", "all", "all rows", choice(_row_selections)),
     field("passes", 1, "passes over each rollout; paper 1", integer(1)),
     field("learning_rate", 3e-4, "AdamW; paper 5e-7", WEIGHT),

@@ -62,7 +62,7 @@ def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batc
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
         old_logprobs=tokens.policy_logprobs,
-        forced=tokens.sources == Source.FORCED,
+        from_environment=tokens.sources == Source.ENVIRONMENT,
         routing=tokens.routing,
         advantages=jnp.zeros_like(tokens.policy_logprobs),
     )

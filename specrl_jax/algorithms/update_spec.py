@@ -68,7 +68,7 @@ class Training:
     prefix: ClassVar[str] = ""  # of its scalars
     rate: ClassVar[str] = "updates.learning_rate"  # field of its learning rate
 
-    def begin(self, model: ModelConfig, policy: Params) -> Module:
+    def start(self, model: ModelConfig, policy: Params) -> Module:
         """Return the module before its first update; policy: all weights of the policy."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Critic(Training):
     prefix = "critic_"
     rate = "critic.learning_rate"
 
-    def begin(self, model: ModelConfig, policy: Params) -> Module:
+    def start(self, model: ModelConfig, policy: Params) -> Module:
         params = init_critic(model, self.kind, policy)
         return Module(params, jax.jit(self.optimizer.init)(params))
 
@@ -113,7 +113,7 @@ class DraftHeadTraining(Training):
     prefix = "head_"
     rate = "rollout.head.learning_rate"
 
-    def begin(self, model: ModelConfig, policy: Params) -> DraftHeadState:
+    def start(self, model: ModelConfig, policy: Params) -> DraftHeadState:
         params = init_draft_head(model, policy)
         opt_state = jax.jit(self.optimizer.init)(params)
         counts = None
@@ -292,5 +292,5 @@ def init_policy_state(
     policy = lora.adapted(update_spec.model, trained, base_params)
     for name, training in update_spec.trained.items():
         if name not in modules:
-            modules[name] = training.begin(update_spec.model, policy)
+            modules[name] = training.start(update_spec.model, policy)
     return PolicyState(modules)

@@ -57,7 +57,7 @@ PEAK_GOAL = 0.4
 DRAFTS_GOAL = 4.0
 FAR_GOAL = 0.02  # of bfloat16, whose last bit is 0.4 or 0.8 %, from float32
 WIDTH_GOAL = 1.5  # the seconds of the widest step, against those of width 1
-LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
+LAST_BEGIN = 480.0  # seconds after the start, after which no further part starts
 STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
 _TIMED_STEPS = 32  # of a timed call
 _ROUNDS = 3  # the fastest counts
@@ -84,7 +84,7 @@ def measure_device(name: str | None, changes: dict[str, int | None], log: Log) -
     for part_name, part in _parts(sizes).items():
         try:
             if (spent := time.perf_counter() - start) > LAST_BEGIN:
-                raise TimeoutError(f"not begun, after {spent:.0f} s; --size runs less")
+                raise TimeoutError(f"not started, after {spent:.0f} s; --size runs less")
             for figure in part():
                 rows.append(figure)
                 log(f"{time.perf_counter() - start:.0f} s: {figure}")
@@ -111,7 +111,7 @@ def _parts(sizes: dict[str, Size]) -> dict[str, Part]:
     for name, size in sizes.items():
         parts |= {f"kernels, {name}": functools.partial(_kernels, name, size)}
     for name, size in sizes.items():
-        kinds = {"decode": _decode, "steps": _steps, "extend": _extend}
+        kinds = {"decode": _decode, "steps": _steps, "prefill": _prefill}
         for kind, part in kinds.items():
             parts[f"{kind}, {name}"] = functools.partial(part, name, size)
     return parts
@@ -299,8 +299,8 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
             yield _figure(figure, times, "x width 1", note, most=most)
 
 
-def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """`extend` of prompts alone, and with drafts that all hold."""
+def _prefill(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """`prefill` of prompts alone, and with drafts that all hold."""
     model = size.model
     rollout = _case(size)().rollout
     verified = _case(size, drafts=Drafts(rollout.tokens, rollout.lens))
@@ -314,12 +314,12 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
         ("verification", verified, prompts + drafted, flops + more, PEAK_GOAL),
     ):
         stats = run_case(case).stats  # compiles
-        seconds = _repeat(lambda case=case: run_case(case).stats.extend_seconds)
+        seconds = _repeat(lambda case=case: run_case(case).stats.prefill_seconds)
         note = f"{seconds:.3f} s, {1e6 * seconds / tokens:.2f} us a token, {tokens:,} tokens"
         if stats.verified_tokens:
             note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"
         share = needed / matmul_rate(model.dtype) / seconds
-        yield _figure(f"extend, {what}, {name}", share, "of peak", note, least=goal)
+        yield _figure(f"prefill, {what}, {name}", share, "of peak", note, least=goal)
 
 
 # Steps by width -----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def measure_host(config, log: Log) -> Report:
         figures.append({"part": name, "seconds": seconds, "of_a_step": seconds / STEP_SECONDS})
         log(f"{name}: {seconds:.3f} s")
     for name, kept in FILLS.items():
-        figures.append({"part": f"slots of rows that begin: {name}"} | _fill(model, host, kept))
+        figures.append({"part": f"slots of rows that start: {name}"} | _fill(model, host, kept))
     tokens = int(host.prompt_lens.sum() + host.response_lens.sum())
     return Report(f"host: {ROWS:,} rows, {tokens / 1e6:.1f}M tokens; a step of the paper", figures)
 
@@ -85,7 +85,7 @@ def random_rows(config, vocab: int, rows: int) -> RowTokens:
 
 
 def _pack_as_they_begin(model, host: RowTokens) -> None:
-    """Pack whole rows as drafts, as many on each shard at a time as begin together."""
+    """Pack whole rows as drafts, as many on each shard at a time as start together."""
     buckets = _buckets(model, host)
     own = len(host.tokens) // buckets.shards
     begin = buckets.refill
@@ -114,7 +114,7 @@ def _pack(buckets: Buckets, host: RowTokens, rows, row_ids, draft_lens: np.ndarr
 
 
 def _fill(model, host: RowTokens, kept: float | None) -> dict[str, float]:
-    """Return how full the sequences are in which a shard's rows begin, as on an accelerator.
+    """Return how full the sequences are in which a shard's rows start, as on an accelerator.
 
     kept: share of its draft that a row keeps; None: there are no drafts.
     """
@@ -149,7 +149,7 @@ def _fill(model, host: RowTokens, kept: float | None) -> dict[str, float]:
 
 
 def _admissions(buckets: Buckets, steps: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows that begin together on one shard. steps: int [B], decode steps of each row."""
+    """Yield the rows that start together on one shard. steps: int [B], decode steps of each row."""
     queue = list(range(len(steps)))
     ends: list[int] = []  # a heap: steps at which running rows are done
     now = 0

@@ -245,7 +245,7 @@ def case_figures(
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
-    row["extend"] = float(np.median([x.stats.extend_seconds for x in runs]))
+    row["prefill"] = float(np.median([x.stats.prefill_seconds for x in runs]))
     row["decode"] = float(np.median([x.stats.decode_seconds for x in runs]))
     row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
     return row | {"drafted": stats.drafted_tokens / tokens}

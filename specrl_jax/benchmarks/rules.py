@@ -116,7 +116,7 @@ def _write_and_train(
 
 
 def _cases(run: Run) -> Iterator[_Case]:
-    """No drafts; every rule, a lenient one with the config's lenience too; kept noise."""
+    """No drafts; every rule, a lenient one with the config's lenience too; reused noise."""
     spec = run.rollout_spec
 
     def with_rule(rule: AcceptanceRule) -> RolloutSpec:
@@ -131,10 +131,10 @@ def _cases(run: Run) -> Iterator[_Case]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
             yield _Case(label, with_rule(rule.of(lenience)))
         if rule.samples_every_token:
-            yield _Case(f"{name}, kept noise", with_rule(rule.of(1.0)), keeps_noise=True)
+            yield _Case(f"{name}, reused noise", with_rule(rule.of(1.0)), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
     width = settings.max_width
     tree = dataclasses.replace(with_rule(MATCH), draft_source=source, max_width=width)
     yield _Case("tree", tree)
-    yield _Case("tree, kept noise", tree, keeps_noise=True)
+    yield _Case("tree, reused noise", tree, keeps_noise=True)

@@ -32,11 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "previous": {"rollout.draft": "previous", "rollout.accept": "ratio"},
     "tree": {"rollout.draft": "tree"},
     "head": {"rollout.draft": "head"},
-    "kept noise": {"rollout.draft": "previous", "rollout.accept": "match"},
+    "reused noise": {"rollout.draft": "previous", "rollout.accept": "match"},
 }
 STEP_TOKENS = 128  # of a response, at most
 _STEPS = 3  # timed, after the first two: in the second of these a draft is there
-LAST_BEGIN = 300.0  # seconds after the start, after which no further case begins
+LAST_BEGIN = 300.0  # seconds after the start, after which no further case starts
 
 
 def measure_training(config, name: str | None, changes: dict[str, int | None], log: Log) -> Report:
@@ -54,7 +54,7 @@ def measure_training(config, name: str | None, changes: dict[str, int | None], l
     for case, fields in CASES.items():
         try:
             if (spent := time.perf_counter() - start) > LAST_BEGIN:
-                raise TimeoutError(f"not begun, after {spent:.0f} s")
+                raise TimeoutError(f"not started, after {spent:.0f} s")
             row, most = _measure_case(step_config(config, size, fields))
             row["over_plain"] = rows[0].get("step", np.nan) / row["step"] if rows else 1.0
             needed = max(needed, most)

@@ -131,7 +131,7 @@ def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
     _set_options(config, options)
     path, _, preset = config_flags.get_config_filename(flag).partition(":")
     given = options.keys() | config_flags.get_override_values(flag).keys()
-    return files.begin_own_task(config, files.get_config(path, preset), given)
+    return files.start_own_task(config, files.get_config(path, preset), given)
 
 
 def presets() -> dict[str, ConfigDict]:

@@ -25,7 +25,7 @@ def presets(path: str | Path) -> dict[str, str]:
     return {name: (preset.__doc__ or "").strip().split("\n")[0] for name, preset in table.items()}
 
 
-def begin_own_task(
+def start_own_task(
     config: ConfigDict, preset: ConfigDict, given: Collection[str]
 ) -> dict[str, Any]:
     """Reset what `config` inherits from the preset's task, where the task or reward is another.

@@ -22,5 +22,5 @@ def get_config(path: str) -> ConfigDict:
 
 
 def origin(path: Path) -> str:
-    """Return the RUN@STEP that a run began with; "" where it began anew."""
+    """Return the RUN@STEP that a run started with; "" where it started anew."""
     return str(read_json(path).get(ORIGIN, ""))

@@ -28,7 +28,7 @@ _ROWS = 8  # a shard's rows are a multiple, so that a few bytes do not decide
 class Need(NamedTuple):
     """Bytes of one device during a rollout."""
 
-    beside: int  # arrays whatever the batch is, and what `extend` needs
+    beside: int  # arrays whatever the batch is, and what `prefill` needs
     row: int  # of a row on each shard
 
     def rows(self, there: float) -> int:
@@ -114,11 +114,11 @@ def estimate(kept: Any, shapes: RolloutShapes) -> Need:
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     beside = device_bytes([kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
     row = device_bytes(shapes.batch(pieces))
-    return Need(beside + _extend_bytes(shapes), row + _step_bytes(shapes))
+    return Need(beside + _prefill_bytes(shapes), row + _step_bytes(shapes))
 
 
-def _extend_bytes(shapes: RolloutShapes) -> int:
-    """Return the bytes that `extend` needs for a chunk, and it or `feed` for a block of rows."""
+def _prefill_bytes(shapes: RolloutShapes) -> int:
+    """Return the bytes that `prefill` needs for a chunk, and it or `append` for a block of rows."""
     model = shapes.spec.model
     buckets = shapes.buckets
     itemsize = jnp.dtype(model.dtype).itemsize
@@ -133,14 +133,14 @@ def _extend_bytes(shapes: RolloutShapes) -> int:
         scores = 4 * at_once * buckets.sequence_slots * model.num_heads // shards("heads")
     logits = 4 * buckets.verify_width * model.vocab_size // shards("vocab")
     row = buckets.cache_slots * slot
-    if shapes.spec.turns:  # the states of `feed`
+    if shapes.spec.turns:  # the states of `append`
         row += buckets.cache_slots * itemsize * model.embed_dim
     block = buckets.block_rows * max(logits, row)
     return _COPIES * (tokens * slot + hidden + scores + block)
 
 
 def _step_bytes(shapes: RolloutShapes) -> int:
-    """Return the bytes of a row, on each shard, in a decode step, and where it begins."""
+    """Return the bytes of a row, on each shard, in a decode step, and where it starts."""
     spec = shapes.spec
     model = spec.model
     buckets = shapes.buckets

@@ -15,7 +15,7 @@ import jax
 import rich.console
 
 from specrl_jax.abstract import device_bytes
-from specrl_jax.agents.turns import append_forced, append_forced_inputs
+from specrl_jax.agents.turns import append_observations, append_observations_inputs
 from specrl_jax.algorithms.corrections import OLD_LOGPROBS
 from specrl_jax.algorithms.scoring import (
     critic_values,
@@ -37,9 +37,9 @@ from specrl_jax.rollout.engine.all_rows import (
     start_inputs,
     start_rows,
 )
+from specrl_jax.rollout.engine.append import append, append_inputs
 from specrl_jax.rollout.engine.decode import decode_inputs, decode_steps
-from specrl_jax.rollout.engine.extend import extend, extend_inputs
-from specrl_jax.rollout.engine.feed import feed, feed_inputs
+from specrl_jax.rollout.engine.prefill import prefill, prefill_inputs
 from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.text_states import blank_states
 from specrl_jax.rollout.rows import (
@@ -122,8 +122,8 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
     used = {"kept": stacked, "beside": shapes.weights["layers"]}
     for number, text_shape in enumerate(buckets.text_shapes):
         yield _program(
-            f"{prefix}{'extend short' if number else 'extend'}", extend,
-            *extend_inputs(shapes, text_shape), runs_model=True,
+            f"{prefix}{'prefill short' if number else 'prefill'}", prefill,
+            *prefill_inputs(shapes, text_shape), runs_model=True,
             **({} if buckets.window_slots else used),
         )  # fmt: skip
     for size in buckets.sizes:
@@ -135,7 +135,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
             )  # fmt: skip
         if shapes.spec.turns:
             yield _program(
-                f"{prefix}feed {size}", feed, *feed_inputs(shapes, size), runs_model=True,
+                f"{prefix}append {size}", append, *append_inputs(shapes, size), runs_model=True,
                 kept=stacked,
             )  # fmt: skip
             yield _program(f"{prefix}release {size}", release, *release_inputs(rows, all_rows))
@@ -166,8 +166,8 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     if shapes.buckets.window_slots:
         yield _program(f"{prefix}blank states", blank_states, spec, buckets=shapes.buckets)
     if spec.turns:
-        inputs = append_forced_inputs(shapes.all_rows, spec.response_slots)
-        yield _program(f"{prefix}append forced", append_forced, *inputs)
+        inputs = append_observations_inputs(shapes.all_rows, spec.response_slots)
+        yield _program(f"{prefix}append observations", append_observations, *inputs)
 
 
 def _update_programs(run: AbstractRun) -> Iterator[Program]:

@@ -76,12 +76,12 @@ class AbstractRun:
 
     @property
     def rows(self) -> int:
-        """Rows of a rollout, without idle ones."""
+        """Rows of a rollout, without background rows."""
         return self.collector.rows_per_rollout(self.config)[0]
 
     @property
     def total_rows(self) -> int:
-        """Rows of a rollout, idle ones included."""
+        """Rows of a rollout, background rows included."""
         return sum(self.collector.rows_per_rollout(self.config))
 
     @functools.cached_property

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from specrl_jax.config.kinds import ANY, Kind, get
 
 # When a field may change.
-NEW_RUN = "where a new run begins with another run's checkpoint"
-RESUMED = "where a run is resumed, and where a new run begins with another run's checkpoint"
+NEW_RUN = "where a new run starts with another run's checkpoint"
+RESUMED = "where a run is resumed, and where a new run starts with another run's checkpoint"
 
 
 class Values:
@@ -68,8 +68,8 @@ class Field:
     comment: str
     kind: Kind = ANY
     when: tuple[When, ...] = ()  # it has an effect where all hold; the first that fails is named
-    idle: Any = None  # the one value that may be given where the field has no effect
-    may_change: str = ""  # NEW_RUN or RESUMED; "": never, once a run has begun
+    neutral: Any = None  # the one value that may be given where the field has no effect
+    may_change: str = ""  # NEW_RUN or RESUMED; "": never, once a run has started
     task: Any = None  # value for "no task chosen"; None: the field does not depend on the task
     files: Any = None  # the same value where the task comes from files or a data set
     shards: Shards | None = None  # it is a size that must fit a mesh

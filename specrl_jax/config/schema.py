@@ -119,7 +119,7 @@ class Schema:
         """Say in one line that a field does nothing in a configuration, and what would give it an
         effect; "" where it does something, or its value is what holds anyway."""
         row = self.fields.get(field)
-        if row and row.idle is not None and get(config, field) == row.idle:
+        if row and row.neutral is not None and get(config, field) == row.neutral:
             return ""
         conditions = row.when if row else self.options.get(field.rpartition(".")[0], ())
         for when in conditions:
@@ -177,7 +177,7 @@ class Schema:
         if differs:
             raise ValueError(
                 f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with "
-                "that version, or begin a new run"
+                "that version, or start a new run"
             )
 
     def check_mesh(self, config: ConfigDict, mesh: Any, rollout_mesh: Any = None) -> None:

@@ -60,8 +60,8 @@ class PromptStream(StatePart):
         self._ids = [example.prompt_id for example in encoded.examples]
         self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
 
-    def begin(self, step: int) -> None:
-        """Note that step `step` of the run begins, from 1."""
+    def start_step(self, step: int) -> None:
+        """Note that step `step` of the run starts, from 1."""
 
     def next(self) -> Prompts:
         """Return the next batch, [Q, P]."""
@@ -114,7 +114,7 @@ class PromptStream(StatePart):
 
     @property
     def given(self) -> int:
-        """Prompts given out since the run began, with repeats."""
+        """Prompts given out since the run started, with repeats."""
         drawn = self.epoch_index * self.prompts_per_epoch + self.batch_index * self._size
         return drawn - len(self.waiting)
 

@@ -14,7 +14,7 @@ def read_prompt(value: Any) -> str | Messages:
     """Return the prompt that a row or a user's function gives.
 
     Keys of nulls are left out, and a last message of the assistant without content, as the chat
-    template begins its turn. Raises ValueError in one line where it is no prompt.
+    template starts its turn. Raises ValueError in one line where it is no prompt.
     """
     if isinstance(value, str):
         check_text("data.prompt_field", value)

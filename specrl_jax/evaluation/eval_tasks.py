@@ -5,7 +5,7 @@
     reasoning_gym:NAME[:OPTION=VALUE]   problems that the run has not seen
     sort[:OPTION=VALUE]                 the same of numbers to sort
 
-A task that is the run's own keeps the run's prompt format and reward. Any other begins with none:
+A task that is the run's own keeps the run's prompt format and reward. Any other starts with none:
 what was made for the run's task need not fit it.
 """
 

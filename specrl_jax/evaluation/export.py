@@ -40,7 +40,7 @@ def check_out(out: Path) -> None:
 def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, ConfigDict]) -> str:
     """Write `policy`, of the run in `run`, to `out`; ValueError in one line where `out` is in use.
 
-    presets: configurations by name, of which the nearest begins the command in the model card.
+    presets: configurations by name, of which the nearest starts the command in the model card.
 
     Returns a line that says how far the weights are from the policy where they are read in
     bfloat16; "" without adapters, as the weights are then the policy's own.
@@ -143,7 +143,7 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
         )
     if not source:
         raise ValueError(
-            f"--adapters needs a run with a model.source, {policy.name} began with random weights; "
+            f"--adapters needs a run with a model.source, {policy.name} has random weights; "
             "leave the flag out: its weights are written with the adapters added"
         )
     named = base or source

@@ -153,7 +153,7 @@ def run_config(workdir: Path) -> ConfigDict:
             f"--run must be the work directory of a run, got {workdir}: no {path.name}"
         )
     values = read_json(path)
-    values.pop("resume_from", None)  # what the run began with is no field
+    values.pop("resume_from", None)  # what the run started with is no field
     config = ConfigDict(values)
     registry.load(values.get("recipes", ""))
     schema().check_version(dict(flatten(config)), str(path))

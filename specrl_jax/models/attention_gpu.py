@@ -58,7 +58,7 @@ def attend(
     row_blocks = pl.cdiv(rows, block_rows)
     block = min(_MOST_SLOTS, _BLOCK_BYTES // row_bytes)
     window = slots if window is None else window
-    # Slots that the queries of a row see may begin and end within a block.
+    # Slots that the queries of a row see may start and end within a block.
     blocks = min(pl.cdiv(slots, block), pl.cdiv(window + width - 2, block) + 1)
     parts = min(pl.cdiv(_PROGRAMS, batch * kv_heads * row_blocks), blocks)
     sizes = _Sizes(block_rows, block, pl.cdiv(blocks, parts), window, softcap)

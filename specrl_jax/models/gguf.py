@@ -120,11 +120,11 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def _check_offsets(reader: Any) -> None:
-    """Raise ValueError unless each tensor begins where the one before it ends, as in llama.cpp."""
+    """Raise ValueError unless each tensor starts where the one before it ends, as in llama.cpp."""
     begin = reader.data_offset
     for tensor in reader.tensors:
         if (got := tensor.data_offset) != begin:
-            raise ValueError(f"{tensor.name} must begin at byte {begin}, got {got}")
+            raise ValueError(f"{tensor.name} must start at byte {start}, got {got}")
         begin += -(-tensor.n_bytes // reader.alignment) * reader.alignment
 
 

@@ -205,7 +205,7 @@ def _size(values: Mapping[str, Any], name: str, file: str) -> int:
 def _number(
     values: Mapping[str, Any], name: str, bounds: tuple[float, float], file: str, path: str = ""
 ) -> float:
-    """Return the number under `name`; `path` is what its name begins with in the file."""
+    """Return the number under `name`; `path` is what its name starts with in the file."""
     value = values.get(name)
     low, high = bounds
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:

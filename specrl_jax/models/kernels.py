@@ -8,7 +8,7 @@ from specrl_jax.models.head import KERNEL, folded_rows
 from specrl_jax.sharding import platform, shards
 
 # What a kernel may do, by its name in `ModelConfig.kernels`: attend over the tokens of the cache
-# (decode and wide steps), or of packed sequences (update and `extend`).
+# (decode and wide steps), or of packed sequences (update and `prefill`).
 USES = ("cached", "packed")
 
 

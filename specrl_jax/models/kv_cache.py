@@ -131,7 +131,7 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
 
 
 def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, rows_b: Array) -> KVCache:
-    """Return the cache with rows that begin: row `rows[i]` gets the tokens at `nodes[i]`.
+    """Return the cache with rows that start: row `rows[i]` gets the tokens at `nodes[i]`.
 
     fresh: Keys and values [m, T, K, H] of each layer, of sequences.
     nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.

@@ -2,7 +2,7 @@
 
 What is trained is a tree of A [L, in, r] and B [L, r, out]; `adapted` joins it with the base
 weights. Updates, rollouts and evaluations compute x·W + scale·(x·A)·B (`layers.LayerModule.adapt`).
-W + scale·A·B (`merge`) is for exports and for a critic that begins as a copy of the policy: rounded
+W + scale·A·B (`merge`) is for exports and for a critic that starts as a copy of the policy: rounded
 to bfloat16 it would not move until A·B is as large as the last bit of W.
 """
 

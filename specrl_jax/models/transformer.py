@@ -4,7 +4,7 @@ Its parameters are a nested dict of arrays:
 
     embed [V, D] · final_norm [D] · lm_head [V, D] (untied only) · layers: {name: [L, ...]}
 
-The update scans the stacked layers, to compile faster, and so does the rollout as rows begin. Its
+The update scans the stacked layers, to compile faster, and so does the rollout as rows start. Its
 decode steps use unstacked layers (`rollout_weights`), because a scan would cost overhead at every
 token.
 """
@@ -325,7 +325,7 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
     """Return the weights of one rollout: a copy for decode steps, and as `stacked` the layers as
-    they are, which rows that begin use."""
+    they are, which rows that start use."""
     return copy_weights(config, params) | {"stacked": params["layers"]}
 
 

@@ -235,7 +235,7 @@ SECTIONS = (Section("distill", "a teacher scores the policy's own tokens", (
     field("estimator", "full", "full (sum over the vocabulary) | score (of the sampled token)",
           choice(lambda: ESTIMATORS), may_change=NEW_RUN),
     field("reward_weight", 0.0, "factor of advantages from rewards; 0: the teacher alone", FINITE,
-          idle=0.0, may_change=NEW_RUN),
+          neutral=0.0, may_change=NEW_RUN),
 ), on=TAUGHT),)
 # fmt: on
 

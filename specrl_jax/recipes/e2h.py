@@ -37,7 +37,7 @@ class EasyToHard(Chooser):
             self._levels = np.unique(values, return_inverse=True)[1]
         self._progress = 0.0
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         self._progress = min((step - 1) / max(self._total_steps, 1), 1.0)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:

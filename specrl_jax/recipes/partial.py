@@ -33,7 +33,7 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BegunRows:
-    """Rows of X groups that have begun."""
+    """Rows of X groups that have started."""
 
     rollout: Rollout  # the responses so far
     done: Array  # bool [X * G]
@@ -54,12 +54,12 @@ class PartialRollout(Collector):
         super().__init__(run)
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
-        # Groups that have begun: the first ones are in use, as many as there are ids.
+        # Groups that have started: the first ones are in use, as many as there are ids.
         self.begun = BegunRows.empty(run.rollout_spec, rows)
         self.prompt_ids: tuple[str, ...] = ()
         # By group and sample: the step whose noise the row uses to its end.
         self.noise_steps: tuple[tuple[int, ...], ...] = ()
-        self.held_lens = np.zeros(0, np.int32)  # of all rows, as the step's rollout began
+        self.held_lens = np.zeros(0, np.int32)  # of all rows, as the step's rollout started
         self.trained_lens = self.held_lens  # those of the rows that are trained on
 
     @staticmethod
@@ -81,7 +81,7 @@ class PartialRollout(Collector):
         begun = len(self.prompt_ids)
         # The prompts that the rest of the run trains on: the last step leaves none unfinished.
         rest = max(self.run.total_steps - state.step + 1, 1) * size
-        # All groups that have begun go on, also where the run was made shorter.
+        # All groups that have started go on, also where the run was made shorter.
         count = max(min(size + config.partial, rest), begun)
         new = state.stream.take(count - begun, busy=self.prompt_ids)
         prompts = Prompts.concatenate(state.stream.find(self.prompt_ids), new)
@@ -125,7 +125,7 @@ class PartialRollout(Collector):
         spent = hosts.fetch(self.begun.spent_lens)[: len(self.prompt_ids) * group_size]
         draft_lens = result.draft_lens + np.pad(spent, (0, rows - len(spent)))
         # An unfinished row that rejected nothing so far loses the rest of its draft: nothing more
-        # of it counts as rejected. A row that has not begun gets its draft again.
+        # of it counts as rejected. A row that has not started gets its draft again.
         lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
         unspoilt = ~result.finished & (prefix_lens == lens)
         spent = np.where(unspoilt, prefix_lens, draft_lens)

@@ -31,15 +31,15 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 
 
 class RunningAhead(Collector):
-    """One rollout, whose idle rows begin the prompts of the next step."""
+    """One rollout, whose background rows start the prompts of the next step."""
 
     def __init__(self, run: Run):
         super().__init__(run)
         rows, _ = self.rows_per_rollout(run.config)
-        # Responses begun for the step to come, [Q * G]; length 0 for rows that were not begun.
+        # Responses started for the step to come, [Q * G]; length 0 for rows that were not started.
         self.begun = as_drafts(Rollout.empty(rows, run.config.rollout.response_len))
         self.prompt_ids: tuple[str, ...] = ()  # of their Q prompts; () before the first step
-        self.used_lens = np.zeros(rows, np.int32)  # of those that this step's rows began with
+        self.used_lens = np.zeros(rows, np.int32)  # of those that this step's rows started with
 
     @staticmethod
     def asked_by(config) -> str:
@@ -63,26 +63,26 @@ class RunningAhead(Collector):
         now = requests.prompts
         noise = requests.noise
         later = state.stream.peek()
-        later_steps = state.kept_noise.noise_steps(later, state.step + 1)
+        later_steps = state.reused_noise.noise_steps(later, state.step + 1)
         order = _order(len(now.lens))
         steps = np.concatenate([noise.noise_steps, later_steps])[order]
         return Requests(
             Prompts.concatenate(now, later).select(order),
             dataclasses.replace(noise, noise_steps=steps),
-            idle=np.repeat(order >= len(now.lens), steps.shape[1]),
+            background=np.repeat(order >= len(now.lens), steps.shape[1]),
         )
 
     def drafts(self, state: RolloutState, requests: Requests, stored: Drafts | None) -> Drafts:
         group_size = self.run.rollout_spec.group_size
         order = _order(len(requests.prompts.lens) // 2)
         rows = rows_of(order, group_size)
-        picks = np.stack([np.where(requests.idle, -1, 0), rows], axis=1)
+        picks = np.stack([np.where(requests.background, -1, 0), rows], axis=1)
         begun = assemble([self.begun], picks)
         if stored is not None:
-            # On kept noise a row repeats its last response for longer than what was begun.
-            on_kept_noise = requests.noise.noise_steps < state.step
-            begun = without_drafts(begun, on_kept_noise.reshape(-1))
-            stored = without_drafts(stored, requests.idle)
+            # On reused noise a row repeats its last response for longer than what was started.
+            on_reused_noise = requests.noise.noise_steps < state.step
+            begun = without_drafts(begun, on_reused_noise.reshape(-1))
+            stored = without_drafts(stored, requests.background)
         return _over(begun, stored, np.bool_(self._is_of(requests.prompts)))
 
     def history(self, state: RolloutState, prompts: Prompts) -> DraftHistory:
@@ -104,7 +104,7 @@ class RunningAhead(Collector):
     def take(
         self, state: RolloutState, requests: Requests, result: RolloutResult
     ) -> CompletedGroups:
-        """Keep what was begun; return the groups of this step."""
+        """Keep what was started; return the groups of this step."""
         now, later = np.split(np.argsort(_order(len(requests.prompts.lens) // 2)), 2)
         self.used_lens = np.zeros(1, np.int32)
         if self.prompt_ids:
@@ -119,7 +119,7 @@ class RunningAhead(Collector):
         metrics = {"rollout/tokens_run_ahead": int(np.sum(hosts.fetch(self.begun.lens)))}
         lens = self.used_lens
         if DRAFT_SOURCES[self.run.config.rollout.draft].verifies_previous:  # see `drafts`
-            lens = np.where(done[0].on_kept_noise, 0, lens)
+            lens = np.where(done[0].on_reused_noise, 0, lens)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
             share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
@@ -127,7 +127,7 @@ class RunningAhead(Collector):
         return dataclasses.replace(batch, metrics=batch.metrics | metrics)
 
     def _is_of(self, prompts: Prompts) -> bool:
-        """Return whether the responses were begun for those of the prompts that are not idle."""
+        """Return whether the responses are of those prompts that are not in the background."""
         now, _ = np.split(np.argsort(_order(len(prompts.lens) // 2)), 2)
         return self.prompt_ids == _ids(prompts.select(now))
 
@@ -148,7 +148,7 @@ COLLECTOR = RunningAhead
 
 def _order(count: int) -> np.ndarray:
     """Return the order of `count` groups and as many of the next step: so that every shard has as
-    many idle rows, int [2 * count].
+    many background rows, int [2 * count].
     """
     parts = np.arange(2 * count).reshape(2, shards("batch"), -1)
     return parts.swapaxes(0, 1).reshape(-1)
@@ -164,21 +164,21 @@ def _with_zeros(groups: Array) -> Array:
 
 @jax.jit
 def _over(begun: Drafts, stored: Drafts | None, own: Array) -> Drafts:
-    """Return the drafts of rows that were begun, and `stored` in other rows; own: they are ours."""
-    is_begun = (begun.lens > 0) & own
+    """Return the drafts of rows that have started, and `stored` in others; own: they are ours."""
+    has_started = (begun.lens > 0) & own
     if stored is None:
-        return dataclasses.replace(begun, lens=jnp.where(is_begun, begun.lens, 0))
+        return dataclasses.replace(begun, lens=jnp.where(has_started, begun.lens, 0))
     stored = as_drafts(stored)
-    return jax.tree.map(lambda new, old: where_rows(is_begun, new, old), begun, stored)
+    return jax.tree.map(lambda new, old: where_rows(has_started, new, old), begun, stored)
 
 
 # fmt: off
 SECTIONS = (Section("rollout", "", (
-    field("run_ahead", False, "idle rows begin the next step's responses (match rule only)",
+    field("run_ahead", False, "background rows start the next step's responses (match rule only)",
           SWITCH),
 )),)
 # fmt: on
-# What was begun is a generation more.
+# What was started is a generation more.
 EFFECTS = {GENERATIONS: When("rollout.run_ahead", lambda c: c.rollout.run_ahead, "True")}
 
 

@@ -1,15 +1,15 @@
 """Rollouts ahead of the update: a batch waits for `rollout.staleness` = N updates.
 
-As update t begins, the rollouts of step t + N begin, with the weights as they are. So update t
+As update t starts, the rollouts of step t + N start, with the weights as they are. So update t
 learns from a batch that the weights after update max(0, t - 1 - N) sampled: N alone decides, never
-time. A run that is made longer begins N + 1 steps at once, as at its start. Asynchronous RLHF
+time. A run that is made longer starts N + 1 steps at once, as at its start. Asynchronous RLHF
 (arXiv 2410.18252).
 
 With `mesh.rollout_devices` rollouts have devices and a thread of their own, and run while updates
 do. No other thread runs programs on these devices. Without them rollouts and updates take turns.
 
-Worked example, N = 1: step 1 begins the rollouts of steps 1 and 2 with the first weights and learns
-from the first batch. Step 2 begins those of step 3 with the weights after update 1, and learns from
+Worked example, N = 1: step 1 starts the rollouts of steps 1 and 2 with the first weights and learns
+from the first batch. Step 2 starts those of step 3 with the weights after update 1, and learns from
 the second batch, which is one update old.
 """
 
@@ -64,7 +64,7 @@ class RolloutsAhead(BatchSource, StatePart):
         return f"rollout: {run.config.rollout.staleness} steps ahead, {where}"
 
     def __init__(self, run: Run, stream: PromptStream):
-        """Make a source that has begun nothing; stream: finds the prompts of some ids."""
+        """Make a source that has started nothing; stream: finds the prompts of some ids."""
         config = run.config.rollout
         self._mesh = jax.sharding.get_mesh()
         self._find = stream.find
@@ -108,7 +108,7 @@ class RolloutsAhead(BatchSource, StatePart):
             self._receive(record)
 
     def _begin(self, function: Callable, *args: Any) -> Callable[[], Any]:
-        """Begin `function(*args)` after all that has begun; return what waits for its result."""
+        """Begin `function(*args)` after all that has started; return what waits for its result."""
         if self._executor is not None:
             return self._executor.submit(function, *args).result
         result = function(*args)

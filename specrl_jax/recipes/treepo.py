@@ -1,7 +1,7 @@
-"""Rollout of groups that fork: rows that begin with the tokens of another (TreePO, 2508.17445).
+"""Rollout of groups that fork: rows that start with the tokens of another (TreePO, 2508.17445).
 
-A group begins with few rows, the roots; its other rows wait, and no token is spent on them. At each
-boundary, after so many tokens, waiting rows begin with what the unfinished rows of their group
+A group starts with few rows, the roots; its other rows wait, and no token is spent on them. At each
+boundary, after so many tokens, waiting rows start with what the unfinished rows of their group
 hold. A row draws on the noise of its own number, after a fork as before.
 
     roots 2, branches 2, G = 4, segments of 3 tokens       row 0    a b c|d e f g ■
@@ -9,9 +9,9 @@ hold. A row draws on the noise of its own number, after a fork as before.
                                                            row 2   (a b c)k l m ■
                                                            row 3   (a h i)n o p q ■
 
-Where all rows of a group have ended and some still wait, these begin with the tokens of an ended
+Where all rows of a group have ended and some still wait, these start with the tokens of an ended
 row up to one of its boundaries, drawn at random; it may be the prompt's end. Which rows fork
-depends on lengths. So a fork has the policy's law given what it begins with, and a root has it
+depends on lengths. So a fork has the policy's law given what it starts with, and a root has it
 without that; a group as a whole has more of the beginnings that go on for long.
 """
 
@@ -47,7 +47,7 @@ class Forks:
     """Rolls out groups that grow from few rows."""
 
     segment: int  # tokens between two boundaries, at which rows fork
-    roots: int  # rows that begin at the prompt
+    roots: int  # rows that start at the prompt
     branches: int  # continuations of a row at a boundary
 
     @staticmethod
@@ -69,7 +69,7 @@ class Forks:
     ) -> RolloutResult:
         """Roll out G responses to each of Q prompts. Arguments: see `Responder.roll_out`.
 
-        Rows of the requests hold nothing, and are neither done nor idle.
+        Rows of the requests hold nothing, and are neither done nor in the background.
         """
         with clock.timed("time/rollout"):
             return self._grow(spec, weights, requests, speculation)
@@ -134,7 +134,7 @@ class _Groups:
         )
 
     def fork(self, rollout: Rollout, draft_lens: np.ndarray) -> None:
-        """Let waiting rows begin with what others hold now.
+        """Let waiting rows start with what others hold now.
 
         draft_lens: int32 [B], draft tokens that rows were given so far.
         """
@@ -163,7 +163,7 @@ class _Groups:
 
 
 def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndarray:
-    """Return int [Q, G]: the row of its group that each waiting row begins with, if any now.
+    """Return int [Q, G]: the row of its group that each waiting row starts with, if any now.
 
     Other rows have their own number. Unfinished rows are continued `branches` times in all, by
     turns, while rows wait; where there are none, ended rows so many times.
@@ -184,7 +184,7 @@ def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndar
 
 @jax.jit
 def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
-    """Return rows [B], each of which begins with the first tokens of its parent row.
+    """Return rows [B], each of which starts with the first tokens of its parent row.
 
     parents, lens: int32 [B]. A row that is its own parent stays as it is.
     """
@@ -285,7 +285,7 @@ _ON = When("treepo.segment", lambda c: c.treepo.segment > 0, "4")
 SECTIONS = (Section("treepo", "a group grows from few responses (TreePO)", (
     field("segment", 0, "tokens after which unfinished responses fork; 0: off; TreePO 512",
           integer()),
-    field("roots", 2, "responses that a group begins with; TreePO 2 to 8", integer(1)),
+    field("roots", 2, "responses that a group starts with; TreePO 2 to 8", integer(1)),
     field("branches", 2, "continuations of a response that forks; TreePO 2", integer(2)),
 ), on=_ON),)
 # fmt: on

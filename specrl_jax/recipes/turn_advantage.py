@@ -104,6 +104,6 @@ BY_TURN = When("algorithm.advantage", lambda c: c.algorithm.advantage == "turn",
 # fmt: off
 SECTIONS = (Section("algorithm", "", (
     field("turn_discount", 1.0, "γ of turn: weight of a turn's reward in the turn before", SHARE,
-          BY_TURN, idle=1.0, may_change=NEW_RUN),
+          BY_TURN, neutral=1.0, may_change=NEW_RUN),
 )),)
 # fmt: on

@@ -200,7 +200,7 @@ class GroupBuffer:
         self.ready: list[Group] = []  # to train on, the oldest first
         self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
         self.kept_rows: Rollout | None = None  # the rows of these groups, [max_waiting_rows]
-        self.begin_step()
+        self.start_step()
 
     @property
     def screens(self) -> bool:
@@ -212,7 +212,7 @@ class GroupBuffer:
         ready = self.groups_per_batch * WaitingGroups.trained_group_size(self.config)
         return ready + 2 * self.num_rows * self.screens
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         self.no_signal: list[Group] = []  # finished in this step, with equal rewards
         self.gen_batches = self.screened = self.worth_finishing = 0
         # A prompt is rolled out at most once in a step.
@@ -233,7 +233,7 @@ class GroupBuffer:
 
     @property
     def num_new_prompts(self) -> int:
-        """Number of prompts that the next rollout begins, in the rows that `to_finish` leaves."""
+        """Number of prompts that the next rollout starts, in the rows that `to_finish` leaves."""
         parts = self.num_rows // self.part_size
         return parts - len(self.to_finish) * len(self.first_samples)
 
@@ -246,7 +246,7 @@ class GroupBuffer:
             and self.gen_batches < self.config.algorithm.max_gen_batches
             and self.total_prompts - len(self.busy) >= self.num_new_prompts
             # The unfinished groups must fit `max_waiting_rows`, two rollouts: another rollout
-            # begins only while the unfinished groups are at most those of one rollout.
+            # starts only while the unfinished groups are at most those of one rollout.
             and len(self.unfinished) <= self.num_rows // self.part_size
         )
 
@@ -343,7 +343,7 @@ class GroupBuffer:
         self.ready = [kept(*group) for group in host["ready"]]
         self.unfinished = {group[0]: kept(*group) for group in host["unfinished"]}
         self.kept_rows = arrays
-        self.begin_step()
+        self.start_step()
         return self
 
 
@@ -380,7 +380,7 @@ SECTIONS = (
         field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
               SWITCH),
         field("max_gen_batches", 10, "most rollouts of a step (dynamic_sampling, speed)",
-              integer(1), SEVERAL_ROLLOUTS, idle=1),
+              integer(1), SEVERAL_ROLLOUTS, neutral=1),
     )),
     Section("curriculum", "", (
         field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",

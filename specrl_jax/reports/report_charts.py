@@ -47,7 +47,7 @@ _AGAINST = {
         "tokens generated so far", "data/tokens_generated", "rollout/tokens_generated"
     ),
 }  # fmt: skip
-_TOTALS = ("time/compile", "time/total")  # of what begins with "time/", not seconds of a step
+_TOTALS = ("time/compile", "time/total")  # of what starts with "time/", not seconds of a step
 
 
 def color(number: int) -> str:

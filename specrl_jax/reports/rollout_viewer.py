@@ -96,7 +96,7 @@ def _parts(line: Response) -> list[tuple[int, str, float | None]]:
         if turn["role"]:
             parts.append((turn["end"], turn["role"], None))
         rest = line["sources"][turn["end"] :]
-        begin = len(line["sources"]) - len(rest.lstrip("f"))  # forced tokens follow a turn
+        begin = len(line["sources"]) - len(rest.lstrip("e"))  # environment tokens
     return parts
 
 

@@ -337,7 +337,7 @@ def shown_figures(series: Sequence[Series]) -> tuple[tuple[Headline, ...], str]:
     """Return the headline figures to show, and how they are computed.
 
     Several series are compared with the first; one with its own first epoch. Where steps are short
-    the figures have no speed-up, and the text begins with the reason.
+    the figures have no speed-up, and the text starts with the reason.
     """
     short = any(has_short_steps(run) for run in series[0].runs)
     if len(series) > 1:
@@ -391,7 +391,7 @@ _EPOCH_COLUMNS: tuple[tuple[str, Figure, str], ...] = (
     ("reused", metric("rollout/tokens_reused", math.fsum), "{:,.0f}"),
     ("row_steps", metric("rollout/row_steps", math.fsum), "{:,.0f}"),
     ("rollout_s", median_seconds("time/rollout"), "{:.2f}"),
-    ("extend_s", median_seconds("time/extend"), "{:.2f}"),
+    ("prefill_s", median_seconds("time/prefill"), "{:.2f}"),
     ("decode_s", median_seconds("time/decode"), "{:.2f}"),
     ("update_s", median_seconds("time/update"), "{:.2f}"),
     ("step_s", median_seconds("time/step"), "{:.2f}"),

@@ -96,7 +96,7 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
             solution.fault = None
             exec(program, names)
             for name in tests.functions:
-                if names[name]() not in (None, True):  # False, or a generator that has not begun
+                if names[name]() not in (None, True):  # False, or a generator that has not started
                     raise UnsuitedTestsError(f"the tests' {name} returns a value: it must assert")
             if solution.fault:
                 raise solution.fault

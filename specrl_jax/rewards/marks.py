@@ -53,7 +53,7 @@ def without_unit(answer: str) -> str:
 def _last_hashed(text: str) -> tuple[int, str | None]:
     """Return (place, content) of the last `#### ..` that is no heading; (-1, None) without one.
 
-    The content ends with the line, or where another clause begins.
+    The content ends with the line, or where another clause starts.
     """
     for match in reversed(list(_HASHED.finditer(text))):
         # On the last line a number and a sentence are an answer: "#### 5. He keeps 3."

@@ -1,4 +1,4 @@
-"""Requests of a rollout: what its rows begin with, where they stop, and when it is enough."""
+"""Requests of a rollout: what its rows start with, where they stop, and when it is enough."""
 
 import dataclasses
 
@@ -18,15 +18,15 @@ class Requests:
 
     prompts: Prompts  # [Q]
     noise: NoiseKey  # with the step whose noise each row uses
-    drafts: Drafts | None = None  # [B], to verify; a draft begins with what its row holds
+    drafts: Drafts | None = None  # [B], to verify; a draft starts with what its row holds
     history: DraftHistory | None = None  # of the prompts, for the draft source
-    held: Rollout | None = None  # [B], tokens that rows begin with; None: none
+    held: Rollout | None = None  # [B], tokens that rows start with; None: none
     done: np.ndarray | None = None  # bool [B], rows that get no more tokens; None: none
     max_lens: np.ndarray | None = None  # int32 [B], lengths at which rows stop; None: R
-    # bool [B], rows that nobody waits for: they fill slots that would be idle, as many on every
+    # bool [B], rows that nobody waits for: they fill slots that would be empty, as many on every
     # shard. None: none.
-    idle: np.ndarray | None = None
-    # bool [Q], groups that begin before the others; rows that hold tokens begin before both. None:
+    background: np.ndarray | None = None
+    # bool [Q], groups that start before the others; rows that hold tokens start before both. None:
     # none.
     first: np.ndarray | None = None
     enough_groups: int = 0  # groups that are done at which the rollout may end; 0: all

@@ -1,8 +1,8 @@
 """Rows of a rollout: the state of each row, and the moves of rows.
 
 `all_rows` holds every row of the rollout in order. The running batch holds the rows that are being
-computed, in any order; `row_ids` says which of all rows each one is. A row that begins is written
-into a free slot of the batch (`engine/extend.py`). Unfinished rows are compacted into a smaller
+computed, in any order; `row_ids` says which of all rows each one is. A row that starts is written
+into a free slot of the batch (`engine/prefill.py`). Unfinished rows are compacted into a smaller
 batch as others finish. Rows of the batch are scattered back to `all_rows`.
 
 Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: a move
@@ -48,7 +48,7 @@ class Rows:
     last: Array  # int32 [b], the token that is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]
-    idle: Array  # bool [b], rows that nobody waits for
+    background: Array  # bool [b], rows that nobody waits for
     tokens: Tokens  # [b, C], without origins
     # [b, D], the policy's state that chose `last`, in the compute type; with a draft head.
     last_state: Array | None = None

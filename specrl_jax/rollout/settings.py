@@ -67,7 +67,7 @@ WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
 GENERATIONS = When("rollout.tree.history", lambda c: c.rollout.tree.history > 1, "2")
 LENIENT = When("rollout.accept", lambda c: _rule(c).lenience_dependent_share is not None)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
-KEPT_NOISE = When("rollout.accept", _keeps_noise)
+REUSED_NOISE = When("rollout.accept", _keeps_noise)
 SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")
 
 
@@ -86,29 +86,29 @@ ROLLOUT = Section("rollout", "", (
     field("draft", "previous", "none | previous (last response) | tree (SRT) | head | a sum: a+b",
           choice(_draft_sources)),
     field("draft_age", 1, "1: the last response, 2: the one before (paper's delayed reuse)",
-          ONE_OR_TWO, PREVIOUS, idle=1),
+          ONE_OR_TWO, PREVIOUS, neutral=1),
     field("accept", "match", "of previous drafts: match | ratio (SPEC-RL's) | block | random",
-          choice(_acceptance_rules), PREVIOUS, idle="match"),
+          choice(_acceptance_rules), PREVIOUS, neutral="match"),
     field("lenience", 1.0, "ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)",
-          NOT_NEGATIVE, PREVIOUS, LENIENT, idle=1.0),
+          NOT_NEGATIVE, PREVIOUS, LENIENT, neutral=1.0),
     field("noise_epochs", 4, "visits on which a sample keeps its noise (match); 1: always fresh",
-          integer(1), KEPT_NOISE, idle=1),
+          integer(1), REUSED_NOISE, neutral=1),
     field("noise_refresh", 0.0, "share of a group's samples that get fresh noise all the same",
-          SHARE, KEPT_NOISE, SEVERAL_VISITS, idle=0.0),
+          SHARE, REUSED_NOISE, SEVERAL_VISITS, neutral=0.0),
     field("stored_logprobs", 16, "tokens per position whose π_old is stored; for block", integer(1),
           PREVIOUS, DISTRIBUTION),
     field("max_width", 8, "W, tokens per decode step: 1 and up to W - 1 draft tokens; tree, head",
-          TOKENS_OF_A_STEP, WIDE, idle=1),
+          TOKENS_OF_A_STEP, WIDE, neutral=1),
     field("adaptive", True, "choose widths of decode steps by seconds; False: the widest", SWITCH,
-          WIDE, idle=False),
+          WIDE, neutral=False),
     field("row_buckets", 4, "batch sizes to compact unfinished rows into, each half of the last",
           integer(1, 32, "each is half of the last")),
     field("max_rows", 0, "rows decoded at once; other rows wait; 0: as many as fit the devices",
           integer()),
     field("store_prompts", 0, "prompts with stored responses, the oldest are evicted; 0: all",
-          integer(), STORED, idle=0),
+          integer(), STORED, neutral=0),
     field("store_age", 0, "steps after which a stored response is not used; 0: never", integer(),
-          STORED, idle=0),
+          STORED, neutral=0),
 ))
 
 TREE_DRAFTS = Section("rollout.tree", "suffix matches in what is known of a prompt (SRT)", (
@@ -120,7 +120,7 @@ TREE_DRAFTS = Section("rollout.tree", "suffix matches in what is known of a prom
     field("offset", 0.0, "see factor; SRT 1.0", within(-1e6, 1e6)),
     field("min_prob", 0.1, "a draft ends where its share of the continuations is smaller", SHARE),
     field("decay", 0.7, "weight of a response against one a generation newer", ABOVE_ZERO,
-          GENERATIONS, idle=1.0),
+          GENERATIONS, neutral=1.0),
 ), on=TREE)
 
 HEAD_DRAFTS = Section("rollout.head", "a layer that is trained to draft, beside the policy", (

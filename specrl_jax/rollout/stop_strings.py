@@ -1,6 +1,6 @@
 """Texts that end a turn, as `</answer>`, across the borders of tokens.
 
-An automaton reads the bytes of tokens. Its state is the longest end of what was read that begins
+An automaton reads the bytes of tokens. Its state is the longest end of what was read that starts
 one of the strings. Its last state accepts: the turn ends with this token. What follows is another
 turn, and is read from the start. With the string "<a>":
 
@@ -63,7 +63,7 @@ class StopStrings:
 
     @property
     def window(self) -> int:
-        """Number of tokens before a token in which a string that ends in the token may begin."""
+        """Number of tokens before a token in which a string that ends in the token may start."""
         return max(len(string.encode()) for string in self.strings) - 1
 
     def ends(self, tokens: Any, xp: Any = jnp) -> Any:
@@ -96,7 +96,7 @@ class StopStrings:
     ) -> str:
         """Decode a turn up to the first string that its tokens complete; all of it without one.
 
-        ids: of the turn. decode: token ids → text. keep: up to the string's end, else to its begin.
+        ids: of the turn. decode: token ids → text. keep: up to the string's end, else to its start.
         needed: a text that is kept in any case, where the string completes it.
         """
         count = self.count_to_end(ids)
@@ -119,7 +119,7 @@ class StopStrings:
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
     """Return the next state by state and byte, int32 [S, 256]; the last state accepts, for good.
 
-    The other states are the begins of the strings, the empty one first.
+    The other states are the starts of the strings, the empty one first.
     """
     begins = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
     number = {begin: i for i, begin in enumerate(begins)}
@@ -221,7 +221,7 @@ def _make(strings: tuple[str, ...], tokenizer: Any) -> StopStrings:
 
 
 def _unwritten(string: str, texts: Sequence[str]) -> str:
-    """Return the rest of a string after the longest begin that tokens write; "" after all of it."""
+    """Return the rest of a string after the longest start that tokens write; "" after all of it."""
     moves = StopStrings.of([string], texts).moves
     reached = np.zeros(1, int)
     while len(more := np.unique(np.append(reached, moves[reached]))) > len(reached):

@@ -19,7 +19,7 @@ _CHECK_S = 0.05  # seconds between two looks at the processes, at least
 
 
 class TimeLimit:
-    """Limit of an answer, which begins as this is made.
+    """Limit of an answer, which starts as this is made.
 
     seconds: of CPU time.
     pid: the process that works for the answer; its descendants' time counts as well. 0: all that

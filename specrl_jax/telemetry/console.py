@@ -15,7 +15,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("prefix", "rollout/prefix_len_mean", 6, "{:.1f}"),
     ("rowsteps", "rollout/row_steps", 8, "{:,.0f}"),
     ("rollout", "time/rollout", 7, "{:.2f}s"),
-    ("extend", "time/extend", 7, "{:.2f}s"),
+    ("prefill", "time/prefill", 7, "{:.2f}s"),
     ("decode", "time/decode", 7, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
 )

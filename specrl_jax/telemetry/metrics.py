@@ -27,6 +27,19 @@ FILE_NAME = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
 
+# Old name of a metric: its name. A run recorded by an older version is read by today's names.
+_RENAMED = {
+    "time/extend": "time/prefill",
+    "rollout/tokens_extended": "rollout/tokens_prefilled",
+    "rollout/extend_fill": "rollout/prefill_used",
+    "rollout/extend_empty": "rollout/prefill_empty",
+    "rollout/extend_repeated": "rollout/prefill_repeated",
+    "rollout/extend_rejected": "rollout/prefill_rejected",
+    "rollout/tokens_forced": "rollout/tokens_environment",
+    "rollout/kept_noise": "rollout/reused_noise",
+}
+
+
 # By name: its meaning and its unit, "1" for a plain ratio. A metric without a value at a step (no
 # evaluation, no draft, no reference) is absent there.
 _OWN: dict[str, tuple[str, str]] = {
@@ -48,15 +61,18 @@ _OWN: dict[str, tuple[str, str]] = {
     "rollout/response_len_min": ("shortest response of the step", "tokens"),
     "rollout/response_len_max": ("longest response of the step", "tokens"),
     "rollout/truncated_fraction": ("share of responses that the length cut", "1"),
-    "rollout/tokens_generated": ("response tokens not reused, forced or copied", "tokens"),
+    "rollout/tokens_generated": (
+        "response tokens that the policy sampled in this rollout",
+        "tokens",
+    ),
     "rollout/tokens_reused": ("response tokens accepted from earlier responses", "tokens"),
-    "rollout/tokens_forced": ("response tokens that an environment gave", "tokens"),
+    "rollout/tokens_environment": ("response tokens that an environment gave", "tokens"),
     "rollout/tokens_copied": ("tokens of responses that these forked from", "tokens"),
     "rollout/reuse_fraction": ("reused tokens over all response tokens", "1"),
     "rollout/prefix_len_mean": ("accepted prefix, mean over rows (0: no draft)", "tokens"),
     "rollout/full_reuse_ratio": ("share of responses that are a wholly accepted draft", "1"),
     "rollout/draft_accept_rate": ("accepted over all draft tokens", "1"),
-    "rollout/kept_noise": ("share of rows on the noise of an earlier visit", "1"),
+    "rollout/reused_noise": ("share of rows on the noise of an earlier visit", "1"),
     "rollout/unchanged": ("share of rows whose response equals their last one", "1"),
     "rollout/distinct": ("distinct responses of a group, mean", "count"),
     "rollout/overlap_rouge1": ("mean ROUGE-1 F1 with the row's last response", "1"),
@@ -69,16 +85,19 @@ _OWN: dict[str, tuple[str, str]] = {
     "rollout/width_mean": ("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": ("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": ("share of row steps wider than one token", "1"),
-    "rollout/tokens_extended": ("tokens computed as rows began or went on, with padding", "tokens"),
-    "rollout/extend_fill": ("share of these that was needed; the next three are the rest", "1"),
-    "rollout/extend_empty": ("share of empty slots", "1"),
-    "rollout/extend_repeated": ("share of prompts and held tokens computed again", "1"),
-    "rollout/extend_rejected": ("share of draft tokens at and behind a rejection", "1"),
+    "rollout/tokens_prefilled": ("slots computed by prefill and append, empty ones too", "tokens"),
+    "rollout/prefill_used": (
+        "share of these that was needed; the next three are the rest",
+        "1",
+    ),
+    "rollout/prefill_empty": ("share of empty slots", "1"),
+    "rollout/prefill_repeated": ("share of prompts and held tokens computed again", "1"),
+    "rollout/prefill_rejected": ("share of draft tokens at and behind a rejection", "1"),
     "rollout/tokens_verified": ("draft tokens that an acceptance rule decided on", "tokens"),
     "rollout/draft_store_gib": ("earlier responses kept, over all devices", "GiB"),
     # Rows and groups that cross steps
-    "rollout/tokens_run_ahead": ("tokens of the next step, begun in idle rows", "tokens"),
-    "rollout/run_ahead_accepted": ("share of the tokens begun ahead that were used", "1"),
+    "rollout/tokens_run_ahead": ("tokens of the next step, started in background rows", "tokens"),
+    "rollout/run_ahead_accepted": ("share of the tokens started ahead that were used", "1"),
     "rollout/tokens_resumed": ("tokens of partial rows at the step's beginning", "tokens"),
     "rollout/stale_fraction": ("share of the batch's tokens that earlier weights sampled", "1"),
     "rollout/gen_batches": ("rollouts until the batch was full", "count"),
@@ -136,14 +155,14 @@ _OWN: dict[str, tuple[str, str]] = {
     "update/skipped": ("updates skipped, their loss or gradients were not finite", "count"),
     "update/lr": ("learning rate of the step's last update", "1"),
     # Progress
-    "data/prompts_seen": ("prompts rolled out since the run began, with repeats", "count"),
+    "data/prompts_seen": ("prompts rolled out since the run started, with repeats", "count"),
     "data/passes": ("passes over the training prompts, fractional", "epochs"),
     "data/tokens_generated": ("rollout/tokens_generated of all steps so far", "tokens"),
     # Time
     "time/step": ("the step without evaluation and checkpoint", "seconds"),
     "time/total": ("the same of all steps so far", "seconds"),
     "time/rollout": ("rollout, verification included", "seconds"),
-    "time/extend": ("of the rollout: prompts and drafts, as rows begin", "seconds"),
+    "time/prefill": ("of the rollout: prompts and drafts, as rows begin", "seconds"),
     "time/decode": ("of the rollout: decoding after the prefixes", "seconds"),
     "time/reward": ("scoring the responses", "seconds"),
     "time/environment": ("of these: waiting for the environment's answers", "seconds"),
@@ -192,7 +211,7 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _decode(line: bytes, where: str) -> dict[str, Any]:
-    """Return the record of a line; errors begin with `where`."""
+    """Return the record of a line; errors start with `where`."""
     record = json_object(line, where, ("step", "epoch"))
     nonfinite = record.pop("nonfinite", {})
     with one_line(f"{where} must name metrics and their values in 'nonfinite'"):
@@ -211,9 +230,10 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Return the records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
 
     nan and inf are floats again. An unfinished last line (the run is writing, or was killed) is
-    skipped.
+    skipped. Metrics of an older version have their present names.
     """
-    return [record for _, record in _scan(Path(workdir) / FILE_NAME)]
+    records = [record for _, record in _scan(Path(workdir) / FILE_NAME)]
+    return [{_RENAMED.get(name, name): x for name, x in record.items()} for record in records]
 
 
 # The log ------------------------------------------------------------------------------------
@@ -357,7 +377,7 @@ class Stopwatch:
         return dict(self._seconds)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by name, and begin again from nothing."""
+        """Return the seconds by name, and start again from nothing."""
         seconds = self._seconds
         self._seconds = {}
         return seconds

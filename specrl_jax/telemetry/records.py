@@ -73,7 +73,7 @@ FIELDS = {
     "token_ends": (_WHOLES, "per token: characters of the text up to its end"),
     "sources": (
         _TEXT,
-        "per token: sampled, drafted, reused, forced, copied (types.Source), as s d r f c",
+        "per token: sampled, drafted, reused, environment, copied (types.Source), as s d r e c",
     ),
     "policy_logprobs": (
         _NUMBERS,
@@ -150,6 +150,8 @@ def _lines(path: Path) -> list[bytes]:
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
     record = json_object(line, where, FIELDS)
+    if isinstance(record["sources"], str):
+        record["sources"] = record["sources"].replace("f", "e")  # of an older version
     for name, ((rule, holds), _) in FIELDS.items():
         if not holds(record[name]):
             raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")

@@ -17,7 +17,7 @@ def rollout_metrics(
     *,
     draft_lens: np.ndarray,
     previous: tuple[np.ndarray, np.ndarray],
-    forced: np.ndarray,
+    environment: np.ndarray,
     copied: np.ndarray,
     group_size: int,
 ) -> dict[str, float]:
@@ -28,11 +28,11 @@ def rollout_metrics(
     draft_lens: int32 [B], lengths of the drafts (0: none).
     previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
         They need not be the drafts.
-    forced: int [B], tokens of the responses that an environment gave.
+    environment: int [B], tokens of the responses that an environment gave.
     copied: int [B], tokens of the responses that these forked from.
     group_size: G, responses per prompt, side by side; divides B.
     """
-    policy_lens = lens - forced - copied
+    policy_lens = lens - environment - copied
     total = int(policy_lens.sum())
     reused = int(prefix_lens.sum())
     responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
@@ -51,8 +51,8 @@ def rollout_metrics(
         "rollout/distinct": float(np.mean([len(set(group)) for group in groups])),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
-    if forced.any():
-        metrics["rollout/tokens_forced"] = int(forced.sum())
+    if environment.any():
+        metrics["rollout/tokens_environment"] = int(environment.sum())
     if copied.any():
         metrics["rollout/tokens_copied"] = int(copied.sum())
     if draft_lens.any():
@@ -72,14 +72,14 @@ def rollout_metrics(
 
 
 def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
-    """Return the share of rows on kept noise, and the mean reward of the other rows.
+    """Return the share of rows on reused noise, and the mean reward of the other rows.
 
-    The policy has learned from kept noise, so rows on fresh noise alone tell its reward.
+    The policy has learned from reused noise, so rows on fresh noise alone tell its reward.
 
     kept: bool [B], rows on noise that an earlier rollout had.
     rewards: float32 [B].
     """
-    metrics = {"rollout/kept_noise": float(np.mean(kept))}
+    metrics = {"rollout/reused_noise": float(np.mean(kept))}
     if not kept.all():
         metrics["reward/fresh_noise"] = float(np.mean(rewards[~kept], dtype=np.float64))
     return metrics

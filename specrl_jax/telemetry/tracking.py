@@ -42,7 +42,7 @@ class Tracker:
         pass
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Take a step's metrics; steps grow, but begin again further back after a resume."""
+        """Take a step's metrics; steps grow, but start again further back after a resume."""
 
     def log_rollouts(self, step: int) -> None:
         """Send some of the step's recorded responses."""

@@ -42,7 +42,7 @@ class ChatTemplate:
                 )
 
     def write(self, messages: Iterable[dict], generation_prompt: bool = True) -> str:
-        """Return messages as text up to the begin of the assistant's turn, or without that.
+        """Return messages as text up to the start of the assistant's turn, or without that.
 
         Raises ValueError in one line where the template does not take them.
         """
@@ -80,7 +80,7 @@ class ChatTemplate:
         return text
 
     def write_next(self, messages: Iterable[dict]) -> str:
-        """Return what follows a response: the end of its turn and these messages, up to the begin
+        """Return what follows a response: the end of its turn and these messages, up to the start
         of the assistant's turn.
 
         Raises ValueError in one line where the template does not write the response.

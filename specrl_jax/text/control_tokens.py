@@ -1,6 +1,6 @@
 """Texts in which the letters of control tokens are ordinary text.
 
-A control token, as `<|im_end|>`, ends a turn or begins one. Only a chat template may write it:
+A control token, as `<|im_end|>`, ends a turn or starts one. Only a chat template may write it:
 where a question or an environment writes the same letters, they are encoded as letters.
 """
 
@@ -98,7 +98,7 @@ class ControlTokens:
 def _one_of(texts: list[str]) -> str:
     """Return the regular expression of these texts, of which the longest is taken.
 
-    It reads every letter once: some tokenizers have thousands of tokens that begin alike.
+    It reads every letter once: some tokenizers have thousands of tokens that start alike.
     """
     least = min(texts)
     differs = (i for i, (a, b) in enumerate(zip(least, max(texts))) if a != b)

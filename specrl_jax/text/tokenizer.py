@@ -43,7 +43,7 @@ def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: 
 class CharacterTokenizer:
     """One token per character: pad 0, end 1, then the alphabet in its order."""
 
-    prefix = ()  # tokens that a prompt begins with
+    prefix = ()  # tokens that a prompt starts with
     ends = ()  # texts of the tokens that end a response
     turn_roles = ()  # in which a chat template writes answers
 
@@ -141,12 +141,12 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or the hub.
 
-    chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
+    chat: prompts go through the chat template, up to the start of the assistant's turn; plain text
       is one message of a user. Otherwise text is encoded as it is, after the
       beginning-of-sequence token where the tokenizer itself adds one.
     template_options: variables of the chat template.
     system_prompt: first message of every chat that has no system message of its own; "": none.
-    continue_final_message: a last message of the assistant is the begin of the response.
+    continue_final_message: a last message of the assistant is the start of the response.
 
     Control tokens are the template's and those that the model samples. Their letters in a text are
     ordinary text (control_tokens.py).
@@ -268,7 +268,7 @@ class HuggingFaceTokenizer:
         return self._control.spelled_in(prompt)
 
     def token_texts(self) -> list[str]:
-        # After a token of its own, as the begin of a text may be decoded otherwise.
+        # After a token of its own, as the start of a text may be decoded otherwise.
         first = next(filter(self._is_word, range(self.vocab_size)), self.eos_ids[0])
         before = self.decode([first], keep_special=True)
         pairs = [[first, token] for token in range(self.vocab_size)]

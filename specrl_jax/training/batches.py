@@ -18,13 +18,13 @@ Record = Callable[[Collected, Sequence[Responses]], None]
 
 
 class BatchSource(contextlib.AbstractContextManager):
-    """Source of the steps' batches: each is collected as its step begins.
+    """Source of the steps' batches: each is collected as its step starts.
 
     A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
     a `StatePart`.
     """
 
-    ahead = 0  # steps whose rollouts have begun, and whose batch is not taken yet
+    ahead = 0  # steps whose rollouts have started, and whose batch is not taken yet
 
     @staticmethod
     def asked_by(config: Any) -> str:
@@ -50,13 +50,13 @@ class BatchSource(contextlib.AbstractContextManager):
         """Make the source of a new state, whose prompts are those of `stream`."""
 
     def next(self, run: Run, state: RunState, record: Record) -> Collected:
-        """Return the batch of the step that begins, on the mesh in use."""
+        """Return the batch of the step that starts, on the mesh in use."""
         collected, rollouts = collect(run, state.rollout, state.rollout_weights(run))
         record(collected, rollouts)
         return collected
 
     def call(self, function: Callable, *args: Any) -> Any:
-        """Return `function(*args)`, called on the mesh of rollouts after all that has begun."""
+        """Return `function(*args)`, called on the mesh of rollouts after all that has started."""
         return function(*args)
 
     def settle(self, record: Record) -> None:

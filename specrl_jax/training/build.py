@@ -1,4 +1,4 @@
-"""Setup of a configuration's `Run`, and of the `RunState` that it begins or goes on with."""
+"""Setup of a configuration's `Run`, and of the `RunState` that it starts or goes on with."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.rollout.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
 from specrl_jax.sharding import move
@@ -330,7 +330,7 @@ def _new_rollout_state(run: Run) -> RolloutState:
         key=move(run.key, run.rollout_mesh),
         stream=make_stream(config, run.prompts, run.total_steps),
         store=_draft_store(run),
-        kept_noise=KeptNoise(
+        reused_noise=ReusedNoise(
             noise_visits(config),
             settings.noise_refresh,
             run.rollout_spec.group_size,

@@ -56,7 +56,7 @@ class Collector(StatePart):
 
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:
-        """Return how many rows a rollout has, without idle ones, and how many idle ones."""
+        """Return how many rows a rollout has, without background rows, and how many of these."""
         return config.rollout.prompts_per_step * config.rollout.group_size, 0
 
     @staticmethod
@@ -151,7 +151,7 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, 
     """Roll out until there is a batch, all with the same copy of the weights; changes `state`."""
     clock = Stopwatch()
     spec = run.rollout_spec
-    state.begin_step()
+    state.start_step()
     rollouts: list[Responses] = []
     while state.collector.wants_rollout(rollouts):
         with clock.timed("time/rollout"):

@@ -45,8 +45,8 @@ def collect_metrics(
             _joined(x.previous[0] for x in rollouts),
             _joined(x.previous[1] for x in rollouts),
         ),
-        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
-        copied=_joined(np.sum(sources == Source.COPIED, axis=1) for _, sources in on_host),
+        environment=_joined(_count(x, Source.ENVIRONMENT) for _, x in on_host),
+        copied=_joined(_count(x, Source.COPIED) for _, x in on_host),
         group_size=run.rollout_spec.group_size,
     )
     if rollouts[0].turns is not None:
@@ -73,7 +73,7 @@ def _reward_metrics(run: Run, batch: Collected, rollouts: Sequence[Responses]) -
     metrics = reward_metrics(rewards, failed, run.rollout_spec.group_size)
     metrics |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
     if noise_visits(run.config) > 1:
-        metrics |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+        metrics |= noise_metrics(_joined(x.on_reused_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(batch.rewards), bool)
         trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
@@ -83,3 +83,8 @@ def _reward_metrics(run: Run, batch: Collected, rollouts: Sequence[Responses]) -
 
 def _joined(arrays) -> np.ndarray:
     return np.concatenate(list(arrays))
+
+
+def _count(sources: np.ndarray, source: Source) -> np.ndarray:
+    """Return how many tokens of each row have the source, int [B]."""
+    return np.sum(sources == source, axis=1)

@@ -17,7 +17,7 @@ class Collected:
     rewards: np.ndarray  # float32 [Q * G]
     metrics: dict[str, float]  # of the rollouts
     step: int  # the step that trains on the batch
-    epoch: int  # the epoch in which the rollouts began
+    epoch: int  # the epoch in which the rollouts started
     stale: bool = False  # whether earlier weights sampled some of its tokens
     rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
     # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait

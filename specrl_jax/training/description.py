@@ -53,7 +53,7 @@ def _steps_per_epoch(run: Run) -> str:
     steps = len(run.prompts.lens) / run.config.rollout.prompts_per_step
     text = f"{round(steps, 2):g} steps an epoch"
     if not steps.is_integer():
-        text += ", of which the last one begins the next epoch"
+        text += ", of which the last one starts the next epoch"
     return text
 
 

@@ -83,7 +83,7 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
     if head is None or head.counts is None:
         return
     lens, sources = hosts.fetch((rollout.lens, rollout.tokens.sources))
-    own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.FORCED)
+    own = (np.arange(sources.shape[1]) < lens[:, None]) & (sources != Source.ENVIRONMENT)
     counts = count_tokens(head.counts, rollout.tokens.ids, put(own, "batch", None))
     head = dataclasses.replace(head, counts=counts)
     state.policy_state = state.policy_state.replace(draft_head=head)

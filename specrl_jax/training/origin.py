@@ -1,4 +1,4 @@
-"""Parts of the state that a run keeps from its beginning: its reference, and what it began with."""
+"""Parts of the state that a run keeps from its start: its reference, and what it started with."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ class Reference(StatePart):
 
 @dataclasses.dataclass(frozen=True)
 class RunOrigin(StatePart):
-    """Model and data that a run began with; a resume refuses others."""
+    """Model and data that a run started with; a resume refuses others."""
 
     source: str  # of the config
     shape: dict[str, Any]  # without what a machine chooses
@@ -86,8 +86,8 @@ class RunOrigin(StatePart):
             changed.append("its weights, which the run still needs, have changed")
         if changed:
             raise ValueError(
-                f"model.source must be the model that the run began with, got {self.source!r}: "
-                f"{'; '.join(changed)}; put its files back, or begin a new run"
+                f"model.source must be the model that the run started with, got {self.source!r}: "
+                f"{'; '.join(changed)}; put its files back, or start a new run"
             )
         for what, now in self.data.items():
             before = host["data"].get(what, now)

@@ -70,7 +70,7 @@ class RunLog(contextlib.AbstractContextManager):
             self._metrics.restore(step or -1)
             self._records.restore(step + ahead or -1)
 
-    def begin(self, step: int, epoch: int) -> None:
+    def start(self, step: int, epoch: int) -> None:
         """Begin the record of a step; all that follows is written under this step and epoch."""
         self._step = step
         self._epoch = epoch
@@ -162,7 +162,7 @@ class RunLog(contextlib.AbstractContextManager):
         """
         turns = responses.turns
         tokens = responses.tokens[row, : responses.lens[row]]
-        own = np.flatnonzero(sources[: len(tokens)] != Source.FORCED)
+        own = np.flatnonzero(sources[: len(tokens)] != Source.ENVIRONMENT)
         parts = []
         start = 0
         for end, role in zip(turns.ends[row, : turns.counts[row]], turns.roles[row]):
@@ -178,7 +178,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def _without_middle(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return what a long episode begins and ends with."""
+    """Return what a long episode starts and ends with."""
     half = _MAX_TURNS // 2
     if len(parts) <= _MAX_TURNS:
         return parts

@@ -39,7 +39,7 @@ WARMUP = Section("sft", "supervised stage before step 1", (
     field("examples", 20_000, "demonstrations, none of held-out prompts; 0: all of a file",
           integer()),
     field("mistake_rate", 0.08, "share of wrong digits in them; 0 where the data has solutions",
-          SHARE, idle=0.0),
+          SHARE, neutral=0.0),
     field("learning_rate", 2e-3, "AdamW, cosine to a tenth of it", WEIGHT),
 ), on=WARM_UP)
 
@@ -47,7 +47,7 @@ WARMUP = Section("sft", "supervised stage before step 1", (
 EVALUATE = Section("evaluate", "", (
     field("every", 8, "steps between evaluations, first and last step too; 0: none", integer(),
           may_change=RESUMED),
-    field("samples", 1, "responses per held-out prompt", integer(1), EVALUATED, SAMPLED, idle=1,
+    field("samples", 1, "responses per held-out prompt", integer(1), EVALUATED, SAMPLED, neutral=1,
           may_change=RESUMED),
     field("temperature", 1.0, "of sampling; 0: greedy; top-k and top-p are the rollout's",
           GREEDY_OR_WARM, may_change=NEW_RUN),
@@ -60,7 +60,7 @@ CHECKPOINT = Section("checkpoint", "", (
     field("keep_last", 2, "newest checkpoints to keep; >= 2: the next step tests the weights",
           integer(2)),
     field("keep_best", 1, "evaluated steps with the best held-out reward, saved and kept",
-          integer(), EVALUATED, idle=0),
+          integer(), EVALUATED, neutral=0),
 ), may_change=RESUMED)
 
 LOG = Section("log", "", (
@@ -81,7 +81,7 @@ MESH = Section("mesh", "", (
     field("fsdp", 1, "parts that weights, optimizer state and batch are split into", integer(-1)),
     field("tensor", 1, "parts that heads, feed-forward and vocabulary are split into", integer(-1)),
     field("rollout_devices", 0, "beside the mesh, of rollouts that run during updates; 0: in turn",
-          integer(), BESIDE_UPDATES, idle=0),
+          integer(), BESIDE_UPDATES, neutral=0),
 ), may_change=RESUMED)
 # fmt: on
 

@@ -122,7 +122,7 @@ def length_penalty(config, rollout: Rollout) -> np.ndarray | None:
     if not settings.overlong_tokens:
         return None
     lens, sources = hosts.fetch((rollout.lens, rollout.tokens.sources))
-    lens = lens - np.sum(sources == Source.FORCED, axis=1)  # the policy's own tokens
+    lens = lens - np.sum(sources == Source.ENVIRONMENT, axis=1)  # the policy's own tokens
     longest = config.rollout.response_len
     return settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
 

@@ -23,8 +23,8 @@ from specrl_jax.process.runtime import machine
 from specrl_jax.responses import Responses
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import move
 from specrl_jax.training.origin import Reference, RunOrigin
@@ -44,21 +44,21 @@ class RolloutState:
     key: jax.Array  # of the run
     stream: PromptStream
     store: DraftStore
-    kept_noise: KeptNoise
+    reused_noise: ReusedNoise
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     collector: Any = None  # `collect.Collector`, or a recipe's
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """Begin the rollouts of the next step."""
         self.step += 1
         self.epoch = self.prompts_seen // self.stream.prompts_per_epoch + 1
-        self.stream.begin(self.step)
+        self.stream.start_step(self.step)
 
     def noise_key(self, prompts: Prompts) -> NoiseKey:
         """Return the noise of a rollout of `prompts` in this step."""
-        noise_steps = self.kept_noise.noise_steps(prompts, self.step)
+        noise_steps = self.reused_noise.noise_steps(prompts, self.step)
         return NoiseKey(self.key, self.step, noise_steps=noise_steps)
 
     def store_responses(
@@ -75,11 +75,11 @@ class RolloutState:
         self.store.put(responses.prompts, responses.rollout, step=self.step)
         self.collector.observe(self, responses)
         noise_steps = requests.noise.noise_steps[responses.groups]
-        kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
+        kept = self.reused_noise.observe(responses.prompts, noise_steps, rewards)
         tokens, lens = hosts.fetch((previous.tokens.ids, previous.lens))
         rows = responses.row_ids
         return dataclasses.replace(
-            responses, previous=(tokens[rows], lens[rows]), on_kept_noise=kept.reshape(-1)
+            responses, previous=(tokens[rows], lens[rows]), on_reused_noise=kept.reshape(-1)
         )
 
     @property

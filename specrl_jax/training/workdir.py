@@ -94,11 +94,11 @@ def check_run_config(
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
     run there has other values: it names every such field, with both values, and ends with `advice`,
-    by default how to resume it or to begin another run.
+    by default how to resume it or to start another run.
     """
     advice = advice or (
         "give the old values to resume it, or another --workdir; with "
-        f"--resume_from={shlex.quote(str(workdir))}@STEP that begins with a checkpoint of this run"
+        f"--resume_from={shlex.quote(str(workdir))}@STEP that starts with a checkpoint of this run"
     )
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
@@ -130,7 +130,7 @@ def _show(fields: Mapping, name: str) -> str:
 
 
 def parse_origin(origin: str, config) -> tuple[Path, int]:
-    """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
+    """Return (work directory, step); ValueError unless `config` may start with that checkpoint."""
     workdir, _, step = origin.rpartition("@")
     if not workdir or not step.isdecimal():
         raise ValueError(

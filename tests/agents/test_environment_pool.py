@@ -40,7 +40,7 @@ def said(answers):
 def test_an_environment_is_made_once_and_steps_once_a_turn(name):
     """It makes 16 steps for 16 turns, whatever others do. A process of its own draws its own."""
     with make(name, threshold=17.0) as pool:
-        episodes = pool.begin([PROBLEM] * 4)
+        episodes = pool.start([PROBLEM] * 4)
         made = 1 if name == "Counter" else 2  # of each process
         for turn in range(1, 17):
             answers = play(pool, episodes, ["x"] * 4)
@@ -51,7 +51,7 @@ def test_an_environment_is_made_once_and_steps_once_a_turn(name):
         answers = play(pool, episodes, ["done"] * 4)
         assert {(answer.reward, answer.done) for answer in answers} == {(1.0, True)}
         pool.end(episodes)
-        drawn = said(play(pool, pool.begin([PROBLEM] * 2), ["random"] * 2))
+        drawn = said(play(pool, pool.start([PROBLEM] * 2), ["random"] * 2))
     assert (drawn[0] != drawn[1]) or name == "Shared"
 
 
@@ -81,7 +81,7 @@ def test_a_fault_costs_its_own_episode_in_one_line(monkeypatch, capfd, weak):
         monkeypatch.setattr(environment_pool, "environment_process", weak_environment_worker)
     before = descendants(os.getpid())
     with make("Counter") as pool:
-        episodes = pool.begin([PROBLEM] * 2 * len(FAULTS))
+        episodes = pool.start([PROBLEM] * 2 * len(FAULTS))
         first = play(pool, episodes, ["file x"] * len(episodes))
         if "signal other processes" in pool._workers[0].gaps:
             pytest.skip("it could kill more than its episode")
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_costs_its_episodes_unless_they_are_replayable(
     """By SIGKILL between two turns: episode 0's process, or the worker of episodes 0 and 2."""
     before = descendants(os.getpid())
     with make(name) as pool:
-        episodes = pool.begin([PROBLEM] * 4)
+        episodes = pool.start([PROBLEM] * 4)
         play(pool, episodes[1:], ["x"] * 3)
         others = descendants(os.getpid())
         play(pool, episodes[:1], ["x"])
@@ -137,7 +137,7 @@ def test_a_process_that_is_killed_costs_its_episodes_unless_they_are_replayable(
 def test_a_replayable_episode_that_ends_its_process_again_and_again_fails():
     """It takes others of a shared process down with it, which are played again."""
     with make("Shared", workers=1, timeout=5.0) as pool:
-        episodes = pool.begin([PROBLEM] * 4)
+        episodes = pool.start([PROBLEM] * 4)
         play(pool, episodes, ["x"] * 4)
         answers = play(pool, episodes, ["y", "exit 3", "hang", "y"])
     failures = [answer.failure for answer in answers]
@@ -149,7 +149,7 @@ def test_a_replayable_episode_that_ends_its_process_again_and_again_fails():
 def test_slow_environments_are_not_waited_for(tmp_path):
     path = tmp_path / "go"
     with make("Trusted", timeout=60.0) as pool:
-        episodes = pool.begin([PROBLEM] * 4)
+        episodes = pool.start([PROBLEM] * 4)
         pool.submit(episodes, [f"wait {path}", "x", "x", "x"])
         assert set(pool.collect(episodes, 1)) == {1, 2, 3}
         pool.submit(episodes[1:], ["y"] * 3)
@@ -161,7 +161,7 @@ def test_slow_environments_are_not_waited_for(tmp_path):
 
 def test_episodes_end_with_the_pool_and_where_they_are_ended(tmp_path):
     with make("Trusted", timeout=60.0) as pool:
-        episodes = pool.begin([PROBLEM] * 2)
+        episodes = pool.start([PROBLEM] * 2)
         pids = [int(x.split()[-1]) for x in said(play(pool, episodes, ["pid"] * 2))]
         assert all(map(alive, pids))
         pool.end(episodes[:1])
@@ -172,14 +172,14 @@ def test_episodes_end_with_the_pool_and_where_they_are_ended(tmp_path):
         pool.end(episodes[1:])
     wait_for(lambda: not alive(pids[1]))
     with pytest.raises(RuntimeError, match="closed"):
-        pool.begin([PROBLEM])
+        pool.start([PROBLEM])
 
 
 def test_episodes_vanish_with_a_killed_parent(tmp_path):
     main = f"""
         from specrl_jax.agents.environment_pool import EnvironmentPool
         with EnvironmentPool("user_environments:Trusted", **{LIMITS | {"timeout": 600.0}}) as pool:
-            episodes = pool.begin([("", "", {{}})] * 4)
+            episodes = pool.start([("", "", {{}})] * 4)
             pool.submit(episodes, ["wait {tmp_path / "never"}"] * 4)
             pool.collect(episodes)
     """
@@ -197,7 +197,7 @@ def test_episodes_vanish_with_a_killed_parent(tmp_path):
 def test_a_policy_may_be_told_that_its_turn_took_too_long(name):
     """A replayable episode goes on from before the turn, another one from the start."""
     with make(name, workers=1, timeout=1.0, on_timeout="tell", threshold=3.0) as pool:
-        episodes = pool.begin([PROBLEM] * 3)
+        episodes = pool.start([PROBLEM] * 3)
         late = "TimeoutError: no answer within 1 s of CPU time; "
         late += "you begin again" if name == "Restarted" else "this turn had no effect"
         role = "tool" if name == "Restarted" else "user"
@@ -220,7 +220,7 @@ def test_a_policy_may_be_told_that_its_turn_took_too_long(name):
 
 def test_an_episode_that_was_told_is_played_again_without_that_turn():
     with make("Replayable", workers=1, timeout=1.0, on_timeout="tell") as pool:
-        episodes = pool.begin([PROBLEM])
+        episodes = pool.start([PROBLEM])
         for response in ("x", "hang", "y", "hang"):
             play(pool, episodes, [response])
         guard = pool._workers[0]._process.pid

@@ -88,7 +88,8 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
                     rollout.tokens.ids[row, turn : turn + len(observation)].tolist() == observation
                 )
                 assert np.all(
-                    rollout.tokens.sources[row, turn : turn + len(observation)] == Source.FORCED
+                    rollout.tokens.sources[row, turn : turn + len(observation)]
+                    == Source.ENVIRONMENT
                 )
                 place = turn + len(observation)
             else:
@@ -131,7 +132,7 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     rollout, prompts = host(played.rollout), prompts_of()
     expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens.ids)
     inside = np.arange(R)[None, :] < rollout.lens[:, None]
-    drawn = inside & (rollout.tokens.sources != Source.FORCED)
+    drawn = inside & (rollout.tokens.sources != Source.ENVIRONMENT)
     np.testing.assert_allclose(
         rollout.tokens.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5
     )
@@ -147,7 +148,7 @@ def test_a_string_ends_a_turn_as_a_token_does(mesh, pool):
     check_equal(host(by_string.rollout), host(by_token.rollout))
     np.testing.assert_array_equal(by_string.rewards.rewards, by_token.rewards.rewards)
     np.testing.assert_array_equal(by_string.turns.ends, by_token.turns.ends)
-    forced = host(by_string.rollout).tokens.sources == Source.FORCED
+    forced = host(by_string.rollout).tokens.sources == Source.ENVIRONMENT
     tokens = by_string.tokens
     assert np.any((tokens[:, :-1] == three) & forced[:, 1:])
     # As drafts they are kept whole, turn by turn.
@@ -194,10 +195,10 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
     new = host(played.rollout)
     check_equal(new, host(expected.rollout), but=("sources", "prefix_lens"))
     np.testing.assert_array_equal(played.rewards.rewards, expected.rewards.rewards)
-    forced = np.sum(new.tokens.sources == Source.FORCED, axis=1)
+    forced = np.sum(new.tokens.sources == Source.ENVIRONMENT, axis=1)
     np.testing.assert_array_equal(
-        new.tokens.sources == Source.FORCED,
-        np.asarray(expected.rollout.tokens.sources) == Source.FORCED,
+        new.tokens.sources == Source.ENVIRONMENT,
+        np.asarray(expected.rollout.tokens.sources) == Source.ENVIRONMENT,
     )
     accepted = np.sum(new.tokens.sources == Source.REUSED, axis=1)
     np.testing.assert_array_equal(accepted, new.prefix_lens)
@@ -294,7 +295,7 @@ def _without_logprobs_of_forced(rollout):
     """No token was drawn there: anything may stand in their place."""
     if rollout.tokens.top_ids is None:
         return rollout
-    forced = (rollout.tokens.sources == Source.FORCED)[:, :, None]
+    forced = (rollout.tokens.sources == Source.ENVIRONMENT)[:, :, None]
     top_ids, top_logprobs = (
         np.where(forced, 0, x) for x in (rollout.tokens.top_ids, rollout.tokens.top_logprobs)
     )
@@ -333,7 +334,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
     np.testing.assert_array_equal(
         turn_drafts(drafts, *holding(current, [0, 3, 3]), (1,)).lens, [2, 6, 0]
     )
-    # 7 is forced and held by the first; the second has all; the third what the draft begins with.
+    # 7 is forced and held by the first; the second has all; the third what the draft starts with.
     played = turn_drafts(drafts, *holding(np.where(current == 4, 0, tokens), [3, 6, 2]), (1,))
     np.testing.assert_array_equal(played.lens, [5, 0, 5])
 
@@ -365,7 +366,7 @@ def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
     loop.train(_config("none", algorithm), plain)
     loop.train(_config("previous+tree", algorithm), drafted)
     undrafted, other = records(plain)[1:], records(drafted)[1:]
-    for name in ("reward/mean", "rollout/turns_mean", "rollout/tokens_forced"):
+    for name in ("reward/mean", "rollout/turns_mean", "rollout/tokens_environment"):
         assert [r[name] for r in undrafted] == [r[name] for r in other]
     assert all(r["rollout/turns_mean"] > 1 for r in undrafted)
     assert other[-1]["rollout/draft_accept_rate"] > 0

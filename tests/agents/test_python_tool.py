@@ -54,7 +54,7 @@ TURNS = [
 def test_all_calls_of_a_turn_are_answered_in_order():
     end = "The tags `<tool_call>` and <tool_call> are no call. It is 7."
     with EnvironmentPool("python", timeout=20.0, memory_mib=256, workers=1) as pool:
-        episodes = pool.begin([("7", "", {})])
+        episodes = pool.start([("7", "", {})])
         for response, output in [*TURNS, (end, "")]:
             pool.submit(episodes, [response])
             (answer,) = pool.collect(episodes).values()
@@ -124,7 +124,7 @@ CALLS = {
 def test_an_episode_of_calls_in_its_own_process():
     """Each call sees what the calls before it have left, and nothing of the answer."""
     with EnvironmentPool("python", timeout=8.0, memory_mib=256, workers=1) as pool:
-        episodes = pool.begin([(ANSWER, "", {})] * 2)
+        episodes = pool.start([(ANSWER, "", {})] * 2)
         for code, output in CALLS.items():
             pool.submit(episodes[:1], [f"<tool_call>{code}</tool_call>"])
             (answer,) = pool.collect(episodes[:1]).values()
@@ -153,7 +153,7 @@ def test_a_policy_reads_that_python_was_restarted_and_may_go_on():
     )
     said = []
     with EnvironmentPool("python", on_timeout="tell", **limits) as pool:
-        episodes = pool.begin([("7", "", {})])
+        episodes = pool.start([("7", "", {})])
         for text in (*(f"<tool_call>{call}</tool_call>" for call in calls), "7"):
             pool.submit(episodes, [text])
             (answer,) = pool.collect(episodes).values()

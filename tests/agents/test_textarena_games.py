@@ -112,14 +112,14 @@ def test_a_problem_says_the_games_options():
 
 
 def test_a_game_that_raises_costs_its_episode():
-    """In processes without network, each of which begins the game that the problem names."""
+    """In processes without network, each of which starts the game that the problem names."""
     wrong = ("0", "task", {"options": {"num_disks": "many"}})
     problems = [("0", "task", {}), wrong, ("seed", "task", {})]
     with EnvironmentPool(
         "textarena:TowerOfHanoi-v0", timeout=20, memory_mib=256, workers=1
     ) as pool:
         assert pool.replayable
-        episodes = pool.begin(problems)
+        episodes = pool.start(problems)
         live = episodes
         for move in HANOI:
             pool.submit(live, [move] * len(live))

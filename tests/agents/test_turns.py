@@ -1,4 +1,4 @@
-"""Episodes whose rows keep their keys against the same episodes begun again at every turn."""
+"""Episodes whose rows keep their keys against the same episodes started again at every turn."""
 
 import sys
 
@@ -89,7 +89,7 @@ def play_again(spec, weights, drafts=None, step=1, **inputs):
         for row, ids in answers.items():
             new = slice(rollout.lens[row], rollout.lens[row] + len(ids))
             rollout.tokens.ids[row, new] = ids
-            rollout.tokens.sources[row, new] = Source.FORCED
+            rollout.tokens.sources[row, new] = Source.ENVIRONMENT
             rollout.lens[row] += len(ids)
         held = ref.put_rows(rollout)
     return rollout, draft_lens, Stats.total(stats), environment.turns
@@ -156,14 +156,14 @@ def test_experts_that_are_kept_are_those_of_rows_that_begin_again(mesh):
     check_equal(got, expected)
     inside = np.arange(R) < got.lens[:, None]
     assert np.all(got.tokens.routing.any(axis=(2, 3)) == inside)
-    assert np.any(got.tokens.sources == Source.FORCED)
+    assert np.any(got.tokens.sources == Source.ENVIRONMENT)
 
 
 def _without_forced(rollout):
     """Likeliest tokens are anything where none was drawn."""
     if rollout.tokens.top_ids is None:
         return rollout
-    drawn = (rollout.tokens.sources != Source.FORCED) & (np.arange(R) < rollout.lens[:, None])
+    drawn = (rollout.tokens.sources != Source.ENVIRONMENT) & (np.arange(R) < rollout.lens[:, None])
     tops = {name: getattr(rollout.tokens, name) for name in ("top_ids", "top_logprobs")}
     tops = {name: np.where(drawn[:, :, None], x, 0) for name, x in tops.items()}
     return ref.with_tokens(rollout, **tops)
@@ -171,7 +171,7 @@ def _without_forced(rollout):
 
 def test_a_token_of_an_episode_is_computed_once(mesh, monkeypatch):
     """Episodes of 2, 4, 8 turns: what is computed beside decode steps grows with the turns, where
-    that of rows that begin again grows with their square."""
+    that of rows that start again grows with their square."""
     monkeypatch.setattr(sys.modules[__name__], "R", 72)
     _, weights = ref.policy()
     spec = make_spec(slots=R, eos=tuple(range(1, 8)), turns=True, accept="match", **ref.ONE_BUCKET)
@@ -183,8 +183,8 @@ def test_a_token_of_an_episode_is_computed_once(mesh, monkeypatch):
             "answer",
             lambda row, turn, tokens, most=most: None if turn == most else [5],
         )
-        kept.append(play(spec, weights)[2].extended_tokens)
-        again.append(play_again(spec, weights)[2].extended_tokens)
+        kept.append(play(spec, weights)[2].prefilled_tokens)
+        again.append(play_again(spec, weights)[2].prefilled_tokens)
     assert kept[2] - kept[1] < 2.5 * (kept[1] - kept[0])
     assert again[2] - again[1] > 3 * (again[1] - again[0])
 
@@ -207,7 +207,7 @@ def ends_turn(tokens: list[int], strings) -> bool:
 
 
 def said(row: int, turn: int) -> list[int]:
-    """An answer of 0 to 12 tokens that begins, completes or goes on with strings."""
+    """An answer of 0 to 12 tokens that starts, completes or goes on with strings."""
     rng = np.random.default_rng([row, turn])
     count = rng.choice([0, 0, 1, 1, 2, 3, 4, 5, 12])
     return rng.integers(2, 16, count).tolist()

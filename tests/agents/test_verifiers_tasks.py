@@ -45,7 +45,7 @@ def test_turns_stops_rewards_and_faults():
     said = [[] for _ in turns]
     last = {}
     with EnvironmentPool("verifiers:guessing_taskset", **LIMITS) as pool:
-        episodes = pool.begin([problem(prompt="0?", secret=2)] * len(turns))
+        episodes = pool.start([problem(prompt="0?", secret=2)] * len(turns))
         for turn in range(3):
             live = [i for i, responses in enumerate(turns) if turn < len(responses)]
             pool.submit([episodes[i] for i in live], [turns[i][turn] for i in live])

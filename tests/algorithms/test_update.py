@@ -118,7 +118,7 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
     fresh = state.modules["critic"]
     assert not np.any(fresh.params["head"])
     start = fresh.params | {"head": put(rng.normal(size=8).astype(np.float32), None)}
-    if kind == "network":  # it begins as the policy; here it has moved on
+    if kind == "network":  # it starts as the policy; here it has moved on
         start["decoder"] = jax.tree.map(lambda x: x + 0.1, start["decoder"])
     state = state.replace(critic=dataclasses.replace(fresh, params=start))
 

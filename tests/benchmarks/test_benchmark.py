@@ -83,8 +83,8 @@ def test_device(run, monkeypatch):
     rows = {case["figure"]: case for case in cases}
     assert rows["limits"]["note"] == "ValueError: no limits"
     assert [name for name, row in rows.items() if row.get("met") == "failed"] == ["limits"]
-    figures = ("decode, width 1", "decode, width 2", "suffix drafts", "extend, prompts",
-               "extend, verification")  # fmt: skip
+    figures = ("decode, width 1", "decode, width 2", "suffix drafts", "prefill, prompts",
+               "prefill, verification")  # fmt: skip
     for name in figures:
         assert 0 < rows[f"{name}, tiny"]["value"] < math.inf
     steps = [rows[f"step, width {width}, 8 rows, tiny"] for width in (1, 2)]
@@ -93,7 +93,7 @@ def test_device(run, monkeypatch):
     kernels = [row for name, row in rows.items() if "attention" in name]
     assert len(kernels) == 6  # outputs, three gradients, two widths
     assert all(row["note"] == "by the reference" and row["value"] < 1e-5 for row in kernels)
-    assert "100% of the drafts accepted" in rows["extend, verification, tiny"]["note"]
+    assert "100% of the drafts accepted" in rows["prefill, verification, tiny"]["note"]
     # Every response is among the stored ones: two tokens a step, after the first.
     assert rows["suffix drafts, tiny"]["note"].startswith("12 tokens in 6 steps")
     goals = [(row["goal"], row["met"]) for row in rows.values() if row.get("goal") == ">= 0.7"]
@@ -137,7 +137,7 @@ def test_host(run, monkeypatch):
     code, cases, text = run("host")
     assert code == 0
     names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they begin"]
-    fills = [f"slots of rows that begin: {name}" for name in host.FILLS]
+    fills = [f"slots of rows that start: {name}" for name in host.FILLS]
     assert [case["part"] for case in cases] == names + fills
     for case in cases[: len(names)]:
         assert case["seconds"] > 0
@@ -146,7 +146,7 @@ def test_host(run, monkeypatch):
         shares = [case[name] for name in ("fill", "empty", "repeated", "rejected")]
         assert sum(shares) == pytest.approx(1)
         assert min(shares) >= 0
-        # One group begins: nothing is computed twice, and nothing is behind a rejection.
+        # One group starts: nothing is computed twice, and nothing is behind a rejection.
         assert (case["calls"], case["repeated"]) == (1, 0)
         assert (case["rejected"] > 0) == ("half" in case["part"])
     assert "host: 32 rows" in text
@@ -200,8 +200,8 @@ def test_rules(measured):
     assert kept["no drafts"] == 0
     assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["match"]
     assert kept["block"] > kept["match"]
-    assert kept["match, kept noise"] > kept["match"]
-    assert kept["tree"] == kept["tree, kept noise"] == 0
+    assert kept["match, reused noise"] > kept["match"]
+    assert kept["tree"] == kept["tree, reused noise"] == 0
     assert all(x["row_steps"] > 0 for x in cases)
     assert cases[0]["over_plain"]["median"] == 1
 

@@ -37,11 +37,11 @@ def test_presets_have_a_line():
 
 
 def own_task(preset: str, **changes) -> tuple[ConfigDict, dict]:
-    """The configuration that these fields of a preset begin, and the values that were reset."""
+    """The configuration that these fields of a preset start, and the values that were reset."""
     config = small_runs.preset(preset)
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     config.update_from_flattened_dict(changes)
-    reset = files.begin_own_task(config, small_runs.preset(preset), changes.keys())
+    reset = files.start_own_task(config, small_runs.preset(preset), changes.keys())
     return config, reset
 
 
@@ -82,7 +82,7 @@ def test_a_reward_of_ones_own_gets_the_whole_response():
     assert config.data.instruction
     config.reward.format = ".*"
     preset = small_runs.preset("smollm2")
-    assert files.begin_own_task(config, preset, {"reward.name"}) == {"reward.format": ".*"}
+    assert files.start_own_task(config, preset, {"reward.name"}) == {"reward.format": ".*"}
 
 
 def test_the_presets_own_task_stays_as_it_is():

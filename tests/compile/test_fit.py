@@ -51,8 +51,8 @@ def test_a_row_by_hand(mesh):
     hidden = 4 * chunk * (16 + 3 * 32)
     scores = 4 * chunk * 18 * 4
     block = 32 * max(4 * 6 * 16, 9 * slot)  # rows, each with logits of 6 columns, or its cache
-    extend = 2 * (chunk * slot + hidden + scores + block)
-    assert need.beside == device_bytes(arrays) + copied + extend
+    prefill = 2 * (chunk * slot + hidden + scores + block)
+    assert need.beside == device_bytes(arrays) + copied + prefill
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "eight"])

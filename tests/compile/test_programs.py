@@ -23,7 +23,7 @@ KINDS = {
     },
     "previous": {"algorithm.importance_cap": 2.0, "rollout.max_rows": 8},
     "block": {"rollout.accept": "block", "algorithm.kl_coef": 0.1},
-    "kept noise": {
+    "reused noise": {
         "rollout.accept": "match", "rollout.noise_epochs": 3, "evaluate.every": 2,
         "evaluate.samples": 2,
     },
@@ -97,7 +97,7 @@ def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
     [
         (
             {"rollout.max_rows": 128, "rollout.group_size": 32, "updates.mini_batch_size": 8},
-            "extend",
+            "prefill",
             "rollout.max_rows, 128 now",
         ),
         (

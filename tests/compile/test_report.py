@@ -23,7 +23,7 @@ FIELDS = {
 
 def test_rows_stay_on_their_shard(make_mesh):
     """Rows move without communication; those that run send a few counts of rows, and those that
-    begin gather the layers' weights."""
+    start gather the layers' weights."""
     mesh = make_mesh(4, 2, 1)
     moves = re.compile("compact|write back")
     sent = {}
@@ -32,7 +32,7 @@ def test_rows_stay_on_their_shard(make_mesh):
         for program in rollout_programs(run.training):
             compiled = compile_all([program])[program.name]
             collectives = Module(compiled.as_text(), dict(mesh.shape)).collectives()
-            weights = ("all-gather", "fsdp") if program.name == "extend" else ()
+            weights = ("all-gather", "fsdp") if program.name == "prefill" else ()
             others = [size for key, (_, size) in collectives.items() if key[:2] != weights]
             sent[program.name] = sum(others)
     assert {name for name in sent if moves.match(name)} == {
@@ -98,12 +98,12 @@ def test_a_refusal_is_a_line_of_the_table(mesh, says, cell):
     fits = Program("update", lambda: jax.jit(lambda x: x @ x).trace(x), kept=half)
     table = [
         compile_program(program, whole, kept=half)
-        for program in (Program("extend", refuse), fits, fits._replace(name="decode", kept=0))
+        for program in (Program("prefill", refuse), fits, fits._replace(name="decode", kept=0))
     ]
     assert table[1]["flops"] == 2 * 64**3
     headings, refused, update, decode = to_text(table).splitlines()
     assert headings.split()[:3] == ["program", "compile", "arguments"]
-    assert refused.startswith("extend")
+    assert refused.startswith("prefill")
     assert refused.endswith(cell)
     # The result of 16,384 bytes, beside an argument of as many; what a run keeps lies beside both,
     # but for the update, whose arguments are that.

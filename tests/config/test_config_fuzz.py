@@ -52,7 +52,7 @@ def _compute(config) -> None:
     spec = RolloutSpec.from_config(config, MODEL, eos_ids=(1,), pad_id=0)
     buckets = spec.buckets((settings.prompts_per_step + settings.partial) * settings.group_size)
     assert buckets.widths[0] == 1
-    # Every row has a place, in the cache and in the packed sequences of `extend`.
+    # Every row has a place, in the cache and in the packed sequences of `prefill`.
     longest = config.data.prompt_len + settings.response_len
     rows = buckets.sizes[0]
     assert min(buckets.cache_slots, buckets.sequence_slots) >= longest

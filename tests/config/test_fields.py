@@ -211,7 +211,7 @@ def test_every_condition_is_in_the_table():
 
 def test_what_holds_without_an_effect_is_a_value_of_the_field():
     for field, row in SCHEMA.fields.items():
-        for value in (row.idle, row.task, row.files):
+        for value in (row.neutral, row.task, row.files):
             assert value is None or not row.kind.broken(value), field
 
 

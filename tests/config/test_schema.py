@@ -19,7 +19,7 @@ LAMP = Section(
     (
         field("size", 0, "in mm", integer()),
         field("colour", "red", "of the light", choice(lambda: COLOURS), may_change=RESUMED),
-        field("shade", "", "of glass", text_or(lambda: COLOURS), NEVER, idle=""),
+        field("shade", "", "of glass", text_or(lambda: COLOURS), NEVER, neutral=""),
     ),
     on=ON,
 )
@@ -88,7 +88,7 @@ def test_names_that_are_no_field_any_more():
     line = line_of(schema.check_version, known - {"lamp.size"} | {"light.size", "gone"}, "x.json")
     assert line == (
         "x.json is of another version of specrl_jax: lamp.size came later, gone is no field any "
-        "more, light.size is lamp.size now; go on with that version, or begin a new run"
+        "more, light.size is lamp.size now; go on with that version, or start a new run"
     )
 
 

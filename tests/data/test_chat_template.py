@@ -68,7 +68,7 @@ GEMMA3 = """{{ bos_token }}
 """
 IM = ["<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-# Templates, special tokens and others, the begin and the end.
+# Templates, special tokens and others, the start and the end.
 FORMATS = {
     "chatml": FAMILIES["chatml"],
     "qwen3": (QWEN3, [*IM, "<|endoftext|>"], TAGS, None, IM[1]),
@@ -143,7 +143,7 @@ def test_thoughts_in_other_tags_that_a_template_drops_are_named(tmp_path):
 
 
 def test_where_they_are_changed(tmp_path):
-    """Qwen 3 without thoughts begins each turn with an empty one, and forgets it."""
+    """Qwen 3 without thoughts starts each turn with an empty one, and forgets it."""
     write_tokenizer(tmp_path, *FORMATS["qwen3"])
     options = {"template_options": {"enable_thinking": False}}
     line = changed_turns(HuggingFaceTokenizer(tmp_path, chat=True, **options), "it", TAGS)

@@ -43,7 +43,7 @@ LLAMA31 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
 {%- endif %}
 """
-# Its tokenizer does not call the begins of turns special.
+# Its tokenizer does not call the starts of turns special.
 DEEPSEEK = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
     "{% elif m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content + '<｜end｜>' }}"
@@ -51,7 +51,7 @@ DEEPSEEK = (
     "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
 )
 HEADERS = ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-# Templates, special tokens and others, the begin and the end.
+# Templates, special tokens and others, the start and the end.
 FAMILIES = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>"], ["<think>"], None, "<|im_end|>"),
     "llama3": (LLAMA31, HEADERS, [], HEADERS[0], HEADERS[-1]),

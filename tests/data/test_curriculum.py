@@ -44,7 +44,7 @@ def test_each_prompt_comes_once_before_any_comes_twice(total, size, seed):
         for name in names:
             count[name] += 1
         assert stream.given == count.total() == step * size
-        # A step may end a pass and begin the next, in whose prompts none is left behind.
+        # A step may end a pass and start the next, in whose prompts none is left behind.
         assert max(count.values()) - before <= 2
         assert max(count.values()) - min(count.values()) <= 1
     if size < total:

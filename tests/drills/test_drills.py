@@ -131,7 +131,7 @@ PHASES = [
 
 
 def _run_with_signal(workdir, changes, phase: int, number: int, count: int = 1) -> None:
-    """The run, in which the function sends signals to its own process as it begins."""
+    """The run, in which the function sends signals to its own process as it starts."""
     owner, name = PHASES[phase].owner, PHASES[phase].name
     original = getattr(owner, name)
 

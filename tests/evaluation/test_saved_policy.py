@@ -377,7 +377,7 @@ def episodes(tmp_path_factory, make_mesh):
 def _said(line: dict) -> list[str]:
     """Texts of the policy between the forced tokens of a recorded episode."""
     bounds = itertools.pairwise([0, *line["token_ends"]])
-    pieces = [(source == "f", line["text"][a:b]) for source, (a, b) in zip(line["sources"], bounds)]
+    pieces = [(source == "e", line["text"][a:b]) for source, (a, b) in zip(line["sources"], bounds)]
     runs = itertools.groupby(pieces, key=lambda piece: piece[0])
     return ["".join(text for _, text in run) for forced, run in runs if not forced]
 

@@ -50,7 +50,7 @@ def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
         (2, 2, 64, [0, 31, 63], 1),
         (18, 2, 160, [5, 100, 159], 1),  # nine query heads for each key/value head
         (4, 1, 21, [0, 7, 20], 1),  # fewer slots than a block has
-        (3, 1, 150, [0, 62, 148], 2),  # a step that begins in one block and ends in the next
+        (3, 1, 150, [0, 62, 148], 2),  # a step that starts in one block and ends in the next
         (2, 2, 192, [0, 64, 188], 4),
         (6, 2, 200, [0, 127, 192], 8),
         (9, 3, 100, [0, 55, 60], 40),  # two blocks of rows, the second one filled up

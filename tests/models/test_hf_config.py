@@ -155,7 +155,7 @@ def test_config_of_hub_models_in_the_older_spelling():
     config = config_from_json(sizes | qwen)
     assert (config.num_kv_heads, config.attention_bias, config.output_bias) == (32, True, False)
     assert config.tie_embeddings is False
-    # A window that begins behind the last layer is not in use.
+    # A window that starts behind the last layer is not in use.
     config_from_json(sizes | qwen | {"use_sliding_window": True, "max_window_layers": 16})
     # Qwen3's head dim is its own, not D / N.
     assert config_from_json(sizes | {"model_type": "qwen3"}).head_dim == 128

@@ -94,7 +94,7 @@ def decoded_logits(model: ModelConfig, params: dict, width: int = 1) -> np.ndarr
     ("name", "targets"), [("qwen3", "all"), ("llama-biases", "two"), ("gemma3", "all")]
 )
 def test_rollouts_compute_with_the_adapters(mesh, name, targets):
-    """As merged weights would, in float32: over the cache, and as rows begin."""
+    """As merged weights would, in float32: over the cache, and as rows start."""
     model, frozen, adapters = make(name, TARGETS[targets])
     by_hand = place_params(model, merged_by_hand(model, frozen, adapters))
     plain = model.replace(lora=None)
@@ -106,14 +106,14 @@ def test_rollouts_compute_with_the_adapters(mesh, name, targets):
     jax.tree.map(close, lora.merge(model, policy), by_hand)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def extended(model, weights):  # as rows begin
+    def prefilled(model, weights):  # as rows start
         weights = weights | {"layers": weights["stacked"]}
         return Transformer(model, weights)(jnp.array(TOKENS), gives_cache=True)
 
     weights = rollout_weights(model, policy)
-    expected = extended(plain, rollout_weights(plain, by_hand))
+    expected = prefilled(plain, rollout_weights(plain, by_hand))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5),
-                 extended(model, weights), expected)  # fmt: skip
+                 prefilled(model, weights), expected)  # fmt: skip
 
 
 def typical(difference) -> float:

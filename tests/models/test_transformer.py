@@ -155,7 +155,7 @@ def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name)
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_packed_trie_gives_what_its_rows_give(mesh, name):
     """A prefix of 5 tokens that goes on in two ways, each longer than the window. The slots of the
-    second begin far from the prefix, its positions do not."""
+    second start far from the prefix, its positions do not."""
     config = FAMILIES[name]
     params = _params(config)
     rows = np.tile(_tokens(1, 12), (2, 1))

@@ -8,7 +8,7 @@ from test_transformer import FAMILIES
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "smollm3", "olmo3"])
 def test_a_rollout_with_drafts_equals_the_naive_loop(mesh, name):
-    """Rows begin with a prompt and a draft, then decode; the loop recomputes whole sequences."""
+    """Rows start with a prompt and a draft, then decode; the loop recomputes whole sequences."""
     model = FAMILIES[name]
     assert model.sliding_window < 6
     spec = ref.make_spec(model, slots=10, prompt_slots=6)

@@ -76,12 +76,12 @@ def _compiled(path, topology: str, *flags: str) -> None:
     """Have launch/compile.py write the figures of `micro`, and check them."""
     done = launch(
         "launch/compile.py", "--config=configs/grpo.py:micro", f"--topology={topology}",
-        f"--json={path}", "--programs=extend,decode 1,update", "--config.rollout.row_buckets=1",
+        f"--json={path}", "--programs=prefill,decode 1,update", "--config.rollout.row_buckets=1",
         *flags, XLA_FLAGS="", ALLOW_MULTIPLE_LIBTPU_LOAD="true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["program"]: row for row in json.loads(path.read_text())["programs"]}
-    assert list(rows) == ["extend", "extend short", "decode 128 x 1", "update"]
+    assert list(rows) == ["prefill", "prefill short", "decode 128 x 1", "update"]
     assert all(name in done.stdout for name in rows)
     memory = chips.CHIPS[chips.parse(topology)[0]].memory
     for row in rows.values():

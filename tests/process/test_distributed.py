@@ -18,7 +18,7 @@ from specrl_jax.process import distributed
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.train import train
 
-# A step an epoch: drafts begin in step 2. Few shapes of the update, so few programs.
+# A step an epoch: drafts start in step 2. Few shapes of the update, so few programs.
 FLAGS = {
     "log.rollouts": 1.0, "checkpoint.every": 1, "train.epochs": 4, "rollout.prompts_per_step": 8,
     "updates.mini_batch_size": 64, "data.source": "jsonl",
@@ -36,7 +36,7 @@ def _arguments(workdir, flags=FLAGS) -> list[str]:
 def _config(flags=FLAGS, **changes):
     """The configuration that the flags give, with fields changed."""
     config = small_config(flags, **changes)
-    files.begin_own_task(config, small_config(), flags.keys())
+    files.start_own_task(config, small_config(), flags.keys())
     return config
 
 
@@ -109,8 +109,8 @@ def _assert_close(one: dict, two: dict) -> None:
     assert one.keys() == two.keys()
     for name, value in one.items():
         # With the padding of each shard.
-        padded = name in ("rollout/tokens_extended", "update/computed_fraction")
-        if padded or "/extend_" in name:
+        padded = name in ("rollout/tokens_prefilled", "update/computed_fraction")
+        if padded or "/prefill_" in name:
             continue
         assert value == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
 

@@ -48,7 +48,7 @@ def test_levels_are_drawn_by_their_shares(schedule):
     count = collections.Counter()
     for seed in range(draws):
         stream = stream_of("easy_to_hard", encoded, 1, seed, schedule=schedule, levels=0)
-        stream.begin(7)
+        stream.start_step(7)
         count[len(stream.next().examples[0].answer)] += 1
     shares = SCHEDULES[schedule](0.6, 2, preset("tiny").curriculum)
     for length, share in zip((1, 2), shares, strict=True):
@@ -64,7 +64,7 @@ def test_levels_of_equal_size():
     settings = {"schedule": "classic", "levels": 4}
     for step in (1, 4, 6, 9):  # at 0, 0.3, 0.5 and 0.8 of the run
         stream = stream_of("easy_to_hard", encoded, 10, step, **settings)
-        stream.begin(step)
+        stream.start_step(step)
         level = int((step - 1) / 10 * 4)
         assert set(ids_of(stream.next())) == set(order[10 * level : 10 * level + 10])
 
@@ -89,7 +89,7 @@ def test_difficulty_from_the_metadata():
     stream = stream_of("easy_to_hard", encoded, 1, 0, 6, **settings)
     taken = []
     for step in range(1, 7):
-        stream.begin(step)
+        stream.start_step(step)
         taken += prompts_of(stream.next())
     assert taken == ["5>", "4>", "3>", "2>", "1>", "0>"]
     for field in ("difficulty", "difficulty.other", "no.where"):

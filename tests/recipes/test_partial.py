@@ -169,7 +169,7 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
 
 
 def test_what_was_not_judged_yet_is_not_rejected(mesh):
-    """Drafts that are kept whole, of rows that begin, wait and go on; some are verified twice."""
+    """Drafts that are kept whole, of rows that start, wait and go on; some are verified twice."""
     spec, (_, weights) = lenient(np.inf, max_rows=8, row_buckets=3), ref.policy()
 
     def stored(prompts):
@@ -227,7 +227,7 @@ def test_a_checkpoint_holds_what_has_begun(mesh):
 def test_what_a_run_records(mesh, tmp_path):
     """With drafts of both kinds, and few rows at a time.
 
-    Of 8 prompts a step trains on 4. The last step begins two fewer, so that none is left.
+    Of 8 prompts a step trains on 4. The last step starts two fewer, so that none is left.
     """
     changes = {
         "rollout.partial": 2, "rollout.response_len": 16, "train.epochs": 3,
@@ -256,7 +256,7 @@ def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):
 
 
 def test_a_run_made_shorter_takes_up_all_that_has_begun(mesh):
-    """Six groups have begun, and the last step trains on two."""
+    """Six groups have started, and the last step trains on two."""
     config = small_config({
         "rollout.prompts_per_step": 2, "rollout.partial": 6, "data.prompts": 14,
         "updates.mini_batch_size": 16,

@@ -1,4 +1,4 @@
-"""Run-ahead: idle slots begin the next step's responses, and nothing else changes."""
+"""Run-ahead: idle slots start the next step's responses, and nothing else changes."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ def begin(spec, prompts=EVERY, store=NO_STORE) -> RolloutState:
 
 
 def one_run_ahead(spec, weights) -> tuple[RolloutState, Step]:
-    """Step 1, on NOW, that begins NEXT; and the state after it."""
+    """Step 1, on NOW, that starts NEXT; and the state after it."""
     state = begin(spec)
     return state, one_step(state, weights)
 
@@ -65,10 +65,10 @@ def next_requests(state):
 
 
 def drafts_of(state, requests, stored=None):
-    """Drafts of the rows that are not idle; the others have none."""
+    """Drafts of the rows that are not in the background; the others have none."""
     drafts = host(state.collector.drafts(state, requests, stored))
-    assert not drafts.lens[requests.idle].any()
-    return ref.put_rows(jax.tree.map(lambda x: x[~requests.idle], drafts))
+    assert not drafts.lens[requests.background].any()
+    return ref.put_rows(jax.tree.map(lambda x: x[~requests.background], drafts))
 
 
 def spec_for(changes) -> RolloutSpec:
@@ -83,7 +83,7 @@ def spec_for(changes) -> RolloutSpec:
     ],
 )
 def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes):
-    """Against rollouts of either step alone; what is begun ahead is a beginning, never more."""
+    """Against rollouts of either step alone; what is started ahead is a beginning, never more."""
     spec, (_, weights) = spec_for(changes), ref.policy()
     state, step = one_run_ahead(spec, weights)
     assert step.groups.tolist() == list(range(8))
@@ -105,7 +105,7 @@ def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes
     check_equal(after, plain, but=("prefix_lens", "sources"))
     assert np.all(np.asarray(after.tokens.origin_steps) == 2)  # drawn again, now
     assert np.all(np.asarray(after.tokens.sources)[begun] == Source.REUSED)
-    # In one bucket the batch takes as many steps as its longest row, which may not have begun.
+    # In one bucket the batch takes as many steps as its longest row, which may not have started.
     assert stats.row_steps < plain_stats.row_steps or spec.row_buckets == 1
 
 
@@ -113,13 +113,13 @@ def test_rows_of_the_next_step_begin_in_order_in_free_slots(mesh):
     """A batch of 24 slots; it does not shrink as long as others wait for one."""
     spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
     prompts = EVERY.select([*range(6), *range(8, 16)])
-    idle = np.arange(14 * 4) >= 6 * 4
-    result = ref.rollout(spec, weights, prompts, step=1, idle=idle)
-    begun = np.asarray(result.rollout.lens)[idle] > 0
+    background = np.arange(14 * 4) >= 6 * 4
+    result = ref.rollout(spec, weights, prompts, step=1, background=background)
+    begun = np.asarray(result.rollout.lens)[background] > 0
     assert 12 <= begun.sum() < 32
     assert begun[: begun.sum()].all()
     assert {rows for rows, _, _ in result.stats.decode_runs} == {24}
-    own = jax.tree.map(lambda x: x[~idle], host(result.rollout))
+    own = jax.tree.map(lambda x: x[~background], host(result.rollout))
     check_equal(own, ref.run(spec, weights, prompts.select(range(6)), 1)[0])
 
 
@@ -134,7 +134,7 @@ def test_the_next_step_draws_as_its_own_policy_does(mesh):
     assert 0.2 * begun.sum() < accepted.sum() < begun.sum()
     lost = ref.common_prefix(*host((drafts.tokens.ids, drafts.lens, plain.tokens.ids, plain.lens)))
     np.testing.assert_array_equal(accepted, lost)
-    # So does the step that runs ahead itself, and it says how much of what was begun it kept.
+    # So does the step that runs ahead itself, and it says how much of what was started it kept.
     step = one_step(state, weights)
     check_equal(step.rollout, plain, but=("prefix_lens", "sources"))
     np.testing.assert_array_equal(step.rollout.prefix_lens, lost)
@@ -149,19 +149,19 @@ def test_what_was_begun_goes_before_an_earlier_response(mesh):
     stored = ref.as_drafts(ref.run(spec, weights, requests.prompts)[0])
     drafts = host(drafts_of(state, requests, stored))
     begun, earlier = host(step.after.begun), host(stored)
-    before = jax.tree.map(lambda x: x[~requests.idle], earlier)
+    before = jax.tree.map(lambda x: x[~requests.background], earlier)
     first = begun.lens > 0
     assert 0 < first.sum() < len(first)
     np.testing.assert_array_equal(drafts.lens, np.where(first, begun.lens, before.lens))
     expected = np.where(first[:, None], begun.tokens.ids, before.tokens.ids)
     np.testing.assert_array_equal(drafts.tokens.ids, expected)
-    # On kept noise a row repeats its last response, which is longer.
+    # On reused noise a row repeats its last response, which is longer.
     kept = np.full((16, 4), 2)
     kept[::2, 1] = 1
-    on_kept_noise = dataclasses.replace(requests.noise, noise_steps=kept, step=2)
+    on_reused_noise = dataclasses.replace(requests.noise, noise_steps=kept, step=2)
     state.step = 2
-    drafts = drafts_of(state, dataclasses.replace(requests, noise=on_kept_noise), stored)
-    first &= (kept == 2).reshape(-1)[~requests.idle]
+    drafts = drafts_of(state, dataclasses.replace(requests, noise=on_reused_noise), stored)
+    first &= (kept == 2).reshape(-1)[~requests.background]
     lens = np.where(first, begun.lens, before.lens)
     np.testing.assert_array_equal(np.asarray(drafts.lens), lens)
 
@@ -174,8 +174,8 @@ def test_of_what_was_begun_for_other_prompts_there_is_nothing(mesh):
     assert requests.prompts.examples[0] == NOW.examples[0]
     stored = ref.as_drafts(ref.run(spec, weights, requests.prompts)[0])
     drafts, earlier = host(drafts_of(state, requests, stored)), host(stored)
-    np.testing.assert_array_equal(drafts.tokens.ids, earlier.tokens.ids[~requests.idle])
-    np.testing.assert_array_equal(drafts.lens, earlier.lens[~requests.idle])
+    np.testing.assert_array_equal(drafts.tokens.ids, earlier.tokens.ids[~requests.background])
+    np.testing.assert_array_equal(drafts.lens, earlier.lens[~requests.background])
     assert not np.any(drafts_of(state, requests).lens)
     # Nor is there anything before the first step.
     new = begin(spec, NEXT)
@@ -183,14 +183,14 @@ def test_of_what_was_begun_for_other_prompts_there_is_nothing(mesh):
 
 
 def test_trees_go_on_where_it_stopped_being_right(mesh):
-    """What was begun is also a source of tree drafts, of the prompts it was begun for alone."""
+    """What was started is also a source of tree drafts, of the prompts it was started for alone."""
     (_, older), (_, weights) = ref.policy(0.15), ref.policy()
     spec = spec_for(PLANS["wide"])
     state, step = one_run_ahead(spec, older)
     requests = next_requests(state)
     tokens, lens = state.collector.history(state, requests.prompts)
     assert tokens.shape == (16, 1, 4, 8)
-    own = ~requests.idle.reshape(16, 4).any(axis=1)
+    own = ~requests.background.reshape(16, 4).any(axis=1)
     own_lens = np.asarray(lens)[own].reshape(32)
     np.testing.assert_array_equal(
         np.asarray(tokens)[own].reshape(32, 8), step.after.begun.tokens.ids
@@ -207,7 +207,7 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
 
 
 def test_it_is_newer_than_what_is_stored(make_mesh):
-    """Of the generations that the draft source reads; on two shards, which have idle rows each."""
+    """Of the generations that the draft source reads; on two shards with background rows each."""
     with jax.set_mesh(make_mesh(2, 1, 1)):
         spec, (_, weights) = spec_for({}), ref.policy()
         state, step = one_run_ahead(spec, weights)
@@ -219,7 +219,7 @@ def test_it_is_newer_than_what_is_stored(make_mesh):
     assert RunningAhead.generations(2) == tokens.shape[1] == 3
     np.testing.assert_array_equal(tokens[:, 1:], expected[0])
     np.testing.assert_array_equal(lens[:, 1:], expected[1])
-    own = ~requests.idle.reshape(16, 4).any(axis=1)
+    own = ~requests.background.reshape(16, 4).any(axis=1)
     assert own.tolist() == ([True] * 4 + [False] * 4) * 2
     np.testing.assert_array_equal(lens[own, 0].reshape(32), begun.lens)
     np.testing.assert_array_equal(tokens[own, 0].reshape(32, 8), begun.tokens.ids)
@@ -252,7 +252,7 @@ def test_on_a_mesh(make_mesh):
         assert after.prompts.examples == NEXT.examples
         plain, _ = ref.run(spec, weights, NEXT, 9)
         check_equal(after.rollout, plain, but=("prefix_lens", "sources"))
-        # Every shard had its share of the next step's groups, and begun some.
+        # Every shard had its share of the next step's groups, and started some.
         begun = np.asarray(step.after.begun.lens)
         assert begun.reshape(4, -1).any(axis=1).all()
         np.testing.assert_array_equal(after.rollout.prefix_lens, begun)

@@ -1,4 +1,4 @@
-"""Groups that fork: who begins with what, against the engine itself and exact probabilities."""
+"""Groups that fork: who starts with what, against the engine itself and exact probabilities."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ def grow(spec, weights, step=1, prompts=PROMPTS, forks=FORKS, **inputs):
 
 
 def copied_lens(rollout) -> np.ndarray:
-    """Tokens [B] that rows begin with; they lie at the beginning."""
+    """Tokens [B] that rows start with; they lie at the beginning."""
     copied = rollout.tokens.sources == Source.COPIED
     assert not np.any(np.diff(copied.astype(int), axis=1) > 0)
     return copied.sum(axis=1)
@@ -100,7 +100,7 @@ def test_every_group_has_all_its_leaves_and_forks_begin_like_another(grown):
 def test_rows_that_forked_are_extended_as_one_trie(grown):
     """Each distinct prefix of a group's rows is one token of the program, if a sequence holds them.
 
-    The prompts begin with other tokens, so that groups share none.
+    The prompts start with other tokens, so that groups share none.
     """
     groups, shared = 0, 0
     for tokens, lens, texts in grown[3]:
@@ -298,7 +298,7 @@ def test_held_out_responses_do_not_fork(mesh, monkeypatch):
     assert not np.any(sources == Source.COPIED)
 
 
-# Six responses: the first four begin with 5 5, of which three go on with 6 6; the second ends
+# Six responses: the first four start with 5 5, of which three go on with 6 6; the second ends
 # there, the first and third go on. The last two have a beginning of their own.
 TREE = [[5, 5, 6, 6, 7], [5, 5, 6, 6, 0], [5, 5, 6, 6, 8], [5, 5, 7, 1, 0], [6, 5, 6, 6, 7],
           [5, 1, 0, 0, 0]]  # fmt: skip

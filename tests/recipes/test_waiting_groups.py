@@ -32,7 +32,7 @@ class Play:
         self.prompts = 0
         self.owners: list[list[tuple[str, int]]] = [[]]  # (prompt_id, sample) by rollout and row
         self.rewards: dict[tuple[str, int], float] = {}
-        self.begun: dict[str, int] = {}  # the step in which a prompt was begun
+        self.begun: dict[str, int] = {}  # the step in which a prompt was started
         self.steps = 0
 
     def rollout(self) -> list[str]:
@@ -158,7 +158,7 @@ def test_screening_is_counted_and_bounded():
     assert values["curriculum/screened"] == len(begun)
     mixed = [name for name in begun if 0 < sum(play.all_rewards(name)[:N]) < N]
     assert values["curriculum/kept"] == len(mixed) / len(begun)
-    # Where no finished group ever has signal, begun ones pile up: two rollouts of them at most.
+    # Where no finished group ever has signal, started ones pile up: two rollouts of them at most.
     play = Play(buffer_of(SPEED | DAPO | {"curriculum.reuse_screening": False}))
     play.rng = _Screened()
     for _ in range(4):

@@ -80,7 +80,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     assert {prefix: [chart["title"] for chart in charts] for prefix, charts in metrics} == {
         "reward": ["mean", "eval", "no_signal", "half"],
         "rollout": ["tokens_generated", "tokens_reused", "row_steps"],
-        "time": ["step", "rollout", "extend", "decode", "update", "compile"],
+        "time": ["step", "rollout", "prefill", "decode", "update", "compile"],
     }
     charts = dict(metrics)
     assert charts["time"][-1]["note"].endswith("since the last record (seconds)")
@@ -137,7 +137,7 @@ def episode():
         {"end": 7, "reward": 0.5, "role": ""},
     ]
     tokens = ["[1+1]", "", "2", "\n", "[]", "4", ""]
-    return response(2, 1, 0, tokens, "ssffsss", reward=0.75, turns=turns)
+    return response(2, 1, 0, tokens, "sseesss", reward=0.75, turns=turns)
 
 
 def test_the_parts_of_an_episode_by_hand(tmp_path):
@@ -391,7 +391,7 @@ def test_the_reward_against_what_it_cost(tmp_path):
     tokens = charts["Reward against generated tokens"]["data"]
     assert tokens[0]["x"] == [400, 800, 1200, 1300, 1400, 1500]
     assert {trace["meta"] for trace in seconds + tokens} == {runs.series([run])[0].name}
-    later = [r | {"time/total": 100 + r["step"]} for r in run.records]  # it began with another run
+    later = [r | {"time/total": 100 + r["step"]} for r in run.records]  # of another run
     resumed = runs.RecordedRun(run.workdir, run.config, later)
     chart = report_charts.overview_charts(runs.series([resumed]))[3]
     assert chart["data"][0]["x"] == [101, 102, 103, 104, 105, 106]

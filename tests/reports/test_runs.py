@@ -19,7 +19,7 @@ from specrl_jax.reports.runs import (
 def make_records():
     """Three epochs of two steps, after an evaluation before the first. Steps 1 and 3 compiled."""
     rows = [
-        # epoch, reward, eval, generated, reused, row steps, prefix, whole, extend, decode, rollout
+        # epoch, reward, eval, generated, reused, row steps, prefix, whole, prefill, decode, rollout
         (1, 0.30, None, 1000, 0, 500, 0.0, 0.0, 0.1, 9.0, 30.0),
         (1, 0.40, 0.45, 1000, 0, 500, 0.0, 0.0, 0.1, 2.0, 2.2),
         (2, 0.50, None, 300, 700, 200, 7.0, 0.25, 0.3, 1.0, 9.4),
@@ -30,7 +30,7 @@ def make_records():
     names = (
         *("reward/mean", "reward/eval", "rollout/tokens_generated", "rollout/tokens_reused"),
         *("rollout/row_steps", "rollout/prefix_len_mean", "rollout/full_reuse_ratio"),
-        *("time/extend", "time/decode", "time/rollout"),
+        *("time/prefill", "time/decode", "time/rollout"),
     )
     records = [{"step": 0, "epoch": 1, "reward/eval": 0.37}]
     for step, (epoch, *values) in enumerate(rows, start=1):

@@ -54,7 +54,7 @@ class World:
         return probs_by_response
 
     def responses(self, distributions, prefix=()) -> dict[tuple[int, ...], float]:
-        """Every response that begins with `prefix`, and its probability given that."""
+        """Every response that starts with `prefix`, and its probability given that."""
         return responses(distributions.__getitem__, self.slots, (self.eos,), prefix)
 
     def ended(self, prefix) -> bool:

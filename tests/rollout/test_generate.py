@@ -94,9 +94,9 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
 
 
 def check_stats(spec, rollout, stats):
-    """What the lengths alone can tell: all, where rows begin together and never wait."""
+    """What the lengths alone can tell: all, where rows start together and never wait."""
     lens, prefix = np.asarray(rollout.lens), np.asarray(rollout.prefix_lens)
-    # As a row begins, a token is drawn after its draft, unless the draft fills it.
+    # As a row starts, a token is drawn after its draft, unless the draft fills it.
     sampled = np.maximum(lens - prefix - 1, 0)
     assert stats.row_steps >= sampled.sum()
     assert stats.accepted_tokens == prefix.sum()
@@ -231,7 +231,7 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     lens_by_end = [1, 6, 6, 2, 6, 5]
     lens = lens_by_end if len(ends) == 1 else [1, 6, 6, 2, 1, 5]
     np.testing.assert_array_equal(np.asarray(first.lens), np.repeat(lens, 2))
-    assert stats.decode_steps == 5  # the first token was drawn as the rows began
+    assert stats.decode_steps == 5  # the first token was drawn as the rows started
     # The same policy keeps every draft whole, those that filled all slots as well: no decoding.
     again, stats = run(spec, weights, prompts, 1, drafts=as_drafts(first))
     check_counts(again, LASTS, ends)
@@ -240,12 +240,12 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     # Two rows of each prompt are one in the tries: three sequences of two prompts, in a chunk.
     computed = spec.buckets(12).chunk_sequences * 24
     distinct = sum(lens_by_end if len(ends) == 1 else lens) + prompts.lens.sum()
-    assert (stats.extended_tokens, stats.filled_tokens) == (computed, distinct)
+    assert (stats.prefilled_tokens, stats.filled_tokens) == (computed, distinct)
     assert (stats.read_tokens, stats.repeated_tokens) == (distinct, 0)
     metrics = stats.metrics()
-    assert metrics["rollout/extend_fill"] == distinct / computed
-    assert metrics["rollout/extend_empty"] == 1 - distinct / computed
-    assert metrics["rollout/extend_repeated"] == metrics["rollout/extend_rejected"] == 0
+    assert metrics["rollout/prefill_used"] == distinct / computed
+    assert metrics["rollout/prefill_empty"] == 1 - distinct / computed
+    assert metrics["rollout/prefill_repeated"] == metrics["rollout/prefill_rejected"] == 0
     np.testing.assert_array_equal(np.asarray(again.tokens.origin_steps)[2], np.zeros(6))
 
 

@@ -98,8 +98,8 @@ def check_sources(rollout, stats, plain, drafts=None):
 
 
 def check_steps(rollout, stats, width):
-    """Rows that begin together: a step draws one token or ends in a drafted one. The first token
-    was drawn as the rows began."""
+    """Rows that start together: a step draws one token or ends in a drafted one. The first token
+    was drawn as the rows started."""
     got = host(rollout)
     inside = np.arange(R)[None, :] < got.lens[:, None]
     drafted = got.tokens.sources == Source.DRAFTED
@@ -262,5 +262,5 @@ def test_drafts_know_what_plain_steps_wrote(mesh):
     sources = np.asarray(rollout.tokens.sources)
     assert not sources[:, :7].any()
     assert sources[:, 7:10].tolist() == [[Source.DRAFTED] * 3] * 4
-    # A token as rows begin, six plain steps, and as few wide ones as 17 tokens take.
+    # A token as rows start, six plain steps, and as few wide ones as 17 tokens take.
     assert [(width, steps) for _, width, steps in stats.decode_runs] == [(1, 6), (4, 5)]

@@ -132,7 +132,7 @@ def test_the_tool_reads_nothing_of_the_user(home, monkeypatch, worker):
     monkeypatch.setattr(environment_pool, "environment_process", worker)
     codes = [*secrets(home), "import numpy; print('gold', numpy.arange(3).sum())"]
     with EnvironmentPool("python", **LIMITS) as pool:
-        (episode,) = pool.begin([("1", "", {})])
+        (episode,) = pool.start([("1", "", {})])
         said = []
         for code in codes:
             pool.submit([episode], [f"<tool_call>{code}</tool_call>"])

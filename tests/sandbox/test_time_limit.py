@@ -20,7 +20,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 def call(pool, codes):
     """Failures of the first turns of as many episodes of the tool, all at once."""
-    episodes = pool.begin([("1", "", {})] * len(codes))
+    episodes = pool.start([("1", "", {})] * len(codes))
     pool.submit(episodes, [f"<tool_call>{code}</tool_call>" for code in codes])
     answers = pool.collect(episodes)
     return [answers[i].failure for i in range(len(codes))]

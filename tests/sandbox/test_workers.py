@@ -334,7 +334,7 @@ def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():
         scores = score(pool, responses)
         stop.set()
         killer.join()
-        score(pool, responses)  # workers that were killed last begin anew
+        score(pool, responses)  # workers that were killed last start anew
         worker = pool._workers[0]
         worker.conn.send((0, [("surplus", "", "", {})]))  # its report comes before the expected
         worker.conn.poll(10)

@@ -16,7 +16,7 @@ VALUES = {
     "rollout/prefix_len_mean": 41.24,
     "rollout/row_steps": 12_345,
     "time/rollout": 1.234,
-    "time/extend": 0.2,
+    "time/prefill": 0.2,
     "time/decode": 0.98,
     "time/update": 0.4,
     "time/step": 2.0,
@@ -31,7 +31,7 @@ def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
     lines.show(12, 1, {"reward/mean": 1.0})
     header, first, second = lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
-        "step epoch reward eval nosignal reuse prefix rowsteps rollout extend decode update left",
+        "step epoch reward eval nosignal reuse prefix rowsteps rollout prefill decode update left",
         "1/96 1 0.612 0.700 62% 83.1% 41.2 12,345 1.23s 0.20s 0.98s 0.40s 3:10",
         "12/96 1 1.000 - - - - - - - - - 1:24",
     ]

@@ -38,7 +38,7 @@ def test_a_record_is_one_json_object_a_step(tmp_path):
     with open_log(tmp_path) as log:
         log.write(1, 1, {"time/step": np.float32(0.1), "reward/mean": jnp.float32(0.5)})
         log.write(2, 1, {"rollout/tokens_generated": np.int64(3_000_000_000)})
-        # On disk before the next step begins, and so before a kill.
+        # On disk before the next step starts, and so before a kill.
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "epoch": 1, "reward/mean": 0.5, "time/step": float(np.float32(0.1))},
@@ -57,6 +57,14 @@ def test_nan_and_inf_stay_valid_json(tmp_path):
     (back,) = read_metrics(tmp_path)
     assert math.isnan(back.pop("policy/kl"))
     assert back == {"step": 1, "epoch": 1, "reward/mean": 1.0, "policy/loss": -math.inf}
+
+
+def test_metrics_of_an_older_version_have_their_present_names(tmp_path):
+    old = {"step": 1, "epoch": 1, "time/extend": 0.5, "rollout/kept_noise": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "epoch": 1, "time/prefill": 0.5, "rollout/reused_noise": 1.0}
+    ]
 
 
 def test_steps_must_grow(tmp_path):

@@ -198,7 +198,7 @@ def test_an_episodes_turns(tmp_path):
     row["turns"] = (rewards, ends, np.array([["tool", "", ""]]))
     write(open_records(tmp_path), **row)
     (record,) = read_rollouts(tmp_path, 7)
-    assert record["sources"] == "ssfs"
+    assert record["sources"] == "sses"
     assert record["turns"] == [
         {"end": 2, "reward": 0.1, "role": "tool"},
         {"end": 4, "reward": 0.9, "role": ""},

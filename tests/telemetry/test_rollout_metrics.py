@@ -27,7 +27,7 @@ def measure(
     *,
     draft_lens=(0, 0, 0, 0),
     previous=([[0] * 5] * 4, [0] * 4),
-    forced=(0, 0, 0, 0),
+    environment=(0, 0, 0, 0),
     copied=(0, 0, 0, 0),
 ):
     tokens, lens, prefix_lens = map(np.array, (tokens, lens, prefix_lens))
@@ -39,7 +39,7 @@ def measure(
         (last == 1) | (last == 2),
         draft_lens=np.array(draft_lens),
         previous=tuple(map(np.array, previous)),
-        forced=np.array(forced),
+        environment=np.array(environment),
         copied=np.array(copied),
         group_size=2,
     )
@@ -80,8 +80,8 @@ def test_equal_responses_of_a_group_count_once():
 def test_noise_metrics_by_hand():
     kept = np.array([True, False, True, False])
     values = noise_metrics(kept, np.array([1, 0.5, 1, 0], np.float32))
-    assert values == {"rollout/kept_noise": 0.5, "reward/fresh_noise": 0.25}
-    assert noise_metrics(np.ones(2, bool), np.ones(2)) == {"rollout/kept_noise": 1.0}
+    assert values == {"rollout/reused_noise": 0.5, "reward/fresh_noise": 0.25}
+    assert noise_metrics(np.ones(2, bool), np.ones(2)) == {"rollout/reused_noise": 1.0}
 
 
 def test_what_a_first_pass_lacks_is_absent():
@@ -93,13 +93,13 @@ def test_what_a_first_pass_lacks_is_absent():
 
 def test_forced_tokens_are_nobodys():
     """15 tokens, 3 of them an environment's; what was kept is kept."""
-    values, plain = measure(forced=[2, 0, 1, 0]), measure()
-    assert values["rollout/tokens_forced"] == 3
+    values, plain = measure(environment=[2, 0, 1, 0]), measure()
+    assert values["rollout/tokens_environment"] == 3
     assert values["rollout/tokens_generated"] == plain["rollout/tokens_generated"] - 3
     assert values["rollout/tokens_reused"] == plain["rollout/tokens_reused"]
     assert values["rollout/reuse_fraction"] == plain["rollout/tokens_reused"] / 12
     # An episode whose own tokens were all kept is reused whole.
-    values = measure([[5, 6, 9, 9, 1]] * 4, [5] * 4, [3, 2, 1, 0], forced=[2] * 4)
+    values = measure([[5, 6, 9, 9, 1]] * 4, [5] * 4, [3, 2, 1, 0], environment=[2] * 4)
     assert values["rollout/full_reuse_ratio"] == 1 / 4
 
 

@@ -22,7 +22,7 @@ def logged_out(monkeypatch, tmp_path):
 
 
 def fake_wandb(monkeypatch, *, init_fails=(), broken=False):
-    """The runs that are begun."""
+    """The runs that are started."""
     runs = []
 
     def init(**options):

@@ -77,7 +77,7 @@ def test_rows_that_the_length_cut_are_left_out_of_the_loss(mesh, tmp_path, watch
 
 def test_no_token_of_an_environment_costs_reward_for_its_length():
     sources = np.full((3, 10), int(Source.SAMPLED), np.int8)
-    sources[1:, 2:6] = Source.FORCED
+    sources[1:, 2:6] = Source.ENVIRONMENT
     rollout = types.SimpleNamespace(
         lens=np.array([10, 10, 4]), tokens=types.SimpleNamespace(sources=sources)
     )
@@ -139,7 +139,7 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
     assert steps[0]["critic/value_mean"] == 0
     assert steps[1]["critic/value_mean"] != 0
     assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in steps)
-    # Two updates a step: the schedule begins with the first step that the policy learns in.
+    # Two updates a step: the schedule starts with the first step that the policy learns in.
     np.testing.assert_allclose([r["update/lr"] for r in steps], [0, 0, 0.02, 0.02], rtol=1e-6)
     arrays = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
 

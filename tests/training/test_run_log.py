@@ -24,7 +24,7 @@ GUESS = {
 
 
 def parts(tokens: str, sources: str, ends: list[int], roles: list[str]) -> list[tuple[str, str]]:
-    """What is shown of an episode whose tokens are letters; f: forced. ";" ends a turn."""
+    """What is shown of an episode whose tokens are letters; e: environment. ";" ends a turn."""
     log = types.SimpleNamespace(
         _decode=lambda ids: "".join(map(chr, ids)),
         _text=lambda ids: re.match("[^;]*;?", "".join(map(chr, ids)))[0],
@@ -32,7 +32,7 @@ def parts(tokens: str, sources: str, ends: list[int], roles: list[str]) -> list[
     turns = Turns(np.zeros((1, 4)), np.array([ends + [0] * (4 - len(ends))]), np.array([roles]))
     rows = np.array([[*map(ord, tokens), 0, 0]])
     responses = types.SimpleNamespace(tokens=rows, lens=np.array([len(tokens)]), turns=turns)
-    forced = np.array([3 if letter == "f" else 0 for letter in sources] + [3, 0])
+    forced = np.array([3 if letter == "e" else 0 for letter in sources] + [3, 0])
     return run_log.RunLog._parts(log, responses, forced, 0)
 
 
@@ -40,11 +40,11 @@ def parts(tokens: str, sources: str, ends: list[int], roles: list[str]) -> list[
     ("tokens", "sources", "ends", "roles", "shown"),
     [
         ("a;b;", "ssss", [4], [""], ["assistant: a;"]),  # a turn is read to its first stop
-        ("a;?b;??cd", "ssfssffss", [2, 5, 9], ["tool", "user", "", ""],
+        ("a;?b;??cd", "ssesseess", [2, 5, 9], ["tool", "user", "", ""],
          ["assistant: a;", "tool: ?", "assistant: b;", "user: ??", "assistant: cd"]),
         ("a;b", "sss", [2, 3], ["user", "", "", ""],  # an answer without a token
          ["assistant: a;", "user: ", "assistant: b"]),
-        ("a;?", "ssf", [2], ["tool", "", "", ""], ["assistant: a;", "tool: ?"]),
+        ("a;?", "sse", [2], ["tool", "", "", ""], ["assistant: a;", "tool: ?"]),
         ("", "", [], ["", "", "", ""], []),
     ],
 )  # fmt: skip

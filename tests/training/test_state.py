@@ -15,7 +15,7 @@ from specrl_jax.training.build import build, init_state, resume
 from specrl_jax.training.origin import RunOrigin
 from specrl_jax.training.state import RunState
 
-ALWAYS = {"stream", "store", "origin", "kept_noise", "collector"}
+ALWAYS = {"stream", "store", "origin", "reused_noise", "collector"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 

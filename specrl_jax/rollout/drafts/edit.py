@@ -34,7 +34,7 @@ def turn_drafts(
 ) -> Drafts:
     """Return drafts [B], each cut at the end of the turn that its row is about to take.
 
-    A draft counts only if it begins with all tokens that its row holds; else its length is 0. Its
+    A draft counts only if it starts with all tokens that its row holds; else its length is 0. Its
     length includes these tokens.
 
     holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used

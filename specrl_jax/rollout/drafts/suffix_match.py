@@ -256,7 +256,7 @@ def _vote(
 
     The first `candidates` of the P continuations may become the draft; all P vote. For a matched
     length m, the voters are the continuations that match at least m tokens. A candidate's path
-    probability at k is the share of the votes that begin with the candidate's first k tokens. In a
+    probability at k is the share of the votes that start with the candidate's first k tokens. In a
     tree it is the product of count(child) / count(node) along the path. A candidate's score is the
     sum of its path probabilities over k within its budget. The draft is the candidate with the best
     score over all m; among equal scores the longest m wins, then the first candidate.

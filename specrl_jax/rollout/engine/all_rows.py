@@ -31,7 +31,7 @@ class RowStarts(NamedTuple):
     last: np.ndarray  # int32 [B], the last token of the prompt
     max_lens: np.ndarray  # int32 [B], where the response ends at the latest
     done: np.ndarray  # bool [B]
-    idle: np.ndarray  # bool [B]
+    background: np.ndarray  # bool [B]
 
     @classmethod
     def of(cls, spec: RolloutSpec, requests: Requests) -> "RowStarts":
@@ -50,7 +50,7 @@ class RowStarts(NamedTuple):
             last=np.repeat(last.astype(np.int32), group_size),
             max_lens=max_lens.astype(np.int32),
             done=none if requests.done is None else requests.done,
-            idle=none if requests.idle is None else requests.idle,
+            background=none if requests.background is None else requests.background,
         )
 
     @classmethod
@@ -65,7 +65,7 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
     """Start rows that hold only their prompts. The call puts the host's arrays on the device."""
     group_size = spec.group_size
     ids = reshard(starts.ids, "batch", None)
-    noise_steps, prompt_lens, last, max_lens, done, idle = (
+    noise_steps, prompt_lens, last, max_lens, done, background = (
         reshard(x, "batch")
         for x in (
             starts.noise_steps,
@@ -73,7 +73,7 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
             starts.last,
             starts.max_lens,
             starts.done,
-            starts.idle,
+            starts.background,
         )
     )
     samples = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), len(last) // group_size)
@@ -97,7 +97,7 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
         last=last,
         prefix_lens=empty.lens,
         done=done,
-        idle=idle,
+        background=background,
         tokens=dataclasses.replace(tokens, ids=jnp.full_like(tokens.ids, spec.pad_id)),
         last_state=last_state,
     )
@@ -117,7 +117,7 @@ def abstract_rows(spec: RolloutSpec, num_rows: int) -> Rows:
 
 @jax.jit
 def write_held(all_rows: Rows, held: Rollout) -> Rows:
-    """Return all rows with the tokens that they begin with, [B]."""
+    """Return all rows with the tokens that they start with, [B]."""
     have = held.lens > 0
     margin = all_rows.tokens.ids.shape[1] - held.tokens.ids.shape[1]
 
@@ -168,7 +168,7 @@ def read_rollout(
     held: Rollout | None,
     step: Array,
 ) -> Rollout:
-    """Return all rows as a rollout of `step`. held: what rows began with."""
+    """Return all rows as a rollout of `step`. held: what rows started with."""
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
@@ -226,7 +226,7 @@ def _accepted_probs(spec: RolloutSpec, tokens: Tokens, drafts: Drafts | None, ro
 
 
 def read_inputs(spec: RolloutSpec, all_rows: Rows, drafts: Drafts | None) -> tuple:
-    """Return the inputs of `read_rollout` for rows that began with nothing."""
+    """Return the inputs of `read_rollout` for rows that started with nothing."""
     return spec, all_rows, drafts, None, jax.ShapeDtypeStruct((), np.int32)
 
 

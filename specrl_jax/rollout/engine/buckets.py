@@ -22,13 +22,13 @@ from specrl_jax.sharding import chunk_tokens, platform
 # Draft tokens of a row that are decided together.
 VERIFY_WIDTH = 32
 WINDOW_VERIFY_WIDTH = 16  # where windows are computed: what is behind a rejection costs
-# Slots of a shard that `extend` computes at once, those that are asked for; elsewhere whole chunks.
+# Slots of a shard that `prefill` computes at once, where needed; elsewhere whole chunks.
 WINDOW_SLOTS = {"cpu": 64}
 # Parameters from which windows pay: a slot of a smaller policy costs less than to ask for it.
 WINDOW_PARAMS = 2**22
 # Slots of the sequences in which short texts are computed, where whole chunks are.
 SHORT_SLOTS = 512
-# Tokens of a row that `feed` computes at once.
+# Tokens of a row that `append` computes at once.
 FEED_WIDTH = {"cpu": 4}
 FEED_WIDTH_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
@@ -66,12 +66,12 @@ class Buckets:
     @functools.cached_property
     def cache_slots(self) -> int:
         """Slots of a row in the cache: its longest text, then a margin for the widest step."""
-        width = max(self.max_width, self.feed_width if self.turns else 1)
+        width = max(self.max_width, self.append_width if self.turns else 1)
         return round_slots(self.prompt_slots + self.response_slots + width - 1)
 
     @property
     def refill(self) -> int:
-        """Slots of a shard that must be free before waiting rows begin: a quarter."""
+        """Slots of a shard that must be free before waiting rows start: a quarter."""
         return max(self.sizes[0] // self.shards // 4, 1)
 
     @property
@@ -88,13 +88,13 @@ class Buckets:
         """Return the next smaller bucket; 0 below the smallest."""
         return max((other for other in self.sizes if other < size), default=0)
 
-    # Shapes of `extend`
+    # Shapes of `prefill`
 
     @property
     def text_shapes(self) -> tuple["TextShape", ...]:
-        """Shapes of packed texts, a program of `extend` each; any text fits in the first.
+        """Shapes of packed texts, a program of `prefill` each; any text fits in the first.
 
-        Whole chunks are mostly empty where only prompts begin: the second is for short texts.
+        Whole chunks are mostly empty where only prompts start: the second is for short texts.
         """
         shapes = [TextShape(self.sequence_slots, self.chunk_sequences, self.chunks)]
         short = round_slots(SHORT_SLOTS)
@@ -144,8 +144,8 @@ class Buckets:
         return min(width, self.response_slots)
 
     @property
-    def feed_width(self) -> int:
-        """Tokens of a row that `feed` computes at once."""
+    def append_width(self) -> int:
+        """Tokens of a row that `append` computes at once."""
         width = FEED_WIDTH.get(platform(), FEED_WIDTH_ELSEWHERE)
         return min(width, self.response_slots)
 

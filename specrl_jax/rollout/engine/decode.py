@@ -40,12 +40,12 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """Limits at which `decode_steps` ends, unless all rows but idle ones are done before; int32."""
+    """Limits at which `decode_steps` ends, unless only background rows are left; int32."""
 
     max_steps: Array
     max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
-    refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can begin there
-    max_left: Array  # unfinished rows but idle ones, of all shards together, at most
+    refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can start there
+    max_left: Array  # unfinished rows but background rows, of all shards together, at most
 
     @classmethod
     def of(
@@ -168,8 +168,8 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
 
 
 def count_unfinished(rows: Rows) -> Array:
-    """Count unfinished rows, int32 [shards, 2] on every device: without idle ones, and all."""
-    marked = jnp.stack([~rows.done & ~rows.idle, ~rows.done])
+    """Count unfinished rows, int32 [shards, 2] on every device: not in the background, and all."""
+    marked = jnp.stack([~rows.done & ~rows.background, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 

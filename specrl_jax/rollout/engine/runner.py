@@ -1,11 +1,11 @@
 """Running batch of one rollout: its cache and rows, the programs that change them, their cost.
 
-Rows that begin are written into free slots (`extend`), all rows decode together, and the batch
+Rows that start are written into free slots (`prefill`), all rows decode together, and the batch
 shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
-before their slots are given away. The scheduler decides which rows begin, and when what runs.
+before their slots are given away. The scheduler decides which rows start, and when what runs.
 
 Between two programs the host reads a few counts. It reads no tokens but those that it packs: the
-drafts, and the tokens that rows hold when they begin.
+drafts, and the tokens that rows hold when they start.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from specrl_jax.rollout.engine.all_rows import (
     start_rows,
     write_held,
 )
+from specrl_jax.rollout.engine.append import Appended, append, pack_appended
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import PrefillCounts, extend
-from specrl_jax.rollout.engine.feed import Fed, feed, pack_fed
+from specrl_jax.rollout.engine.prefill import PrefillCounts, prefill
 from specrl_jax.rollout.engine.text_states import TextStates, blank_states
 from specrl_jax.rollout.engine.texts import PackedTexts, TextPaths, Texts, pack_texts
 from specrl_jax.rollout.requests import Requests
@@ -51,13 +51,13 @@ from specrl_jax.sharding import put, shards
 class Stats:
     """Cost of a rollout. Seconds are wall-clock and include waiting for the device."""
 
-    extend_seconds: float = 0.0
+    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, empty slots included
-    # Slots that `extend` and `feed` computed; of these: those that held a token, those whose tokens
-    # are now in rows, and those of prompts and held tokens that had been computed before.
-    extended_tokens: int = 0
+    # Slots that `prefill` and `append` computed; of these: those that held a token, those whose
+    # tokens are now in rows, and those of prompts and held tokens that had been computed before.
+    prefilled_tokens: int = 0
     filled_tokens: int = 0
     read_tokens: int = 0
     repeated_tokens: int = 0
@@ -77,23 +77,23 @@ class Stats:
     def metrics(self) -> dict[str, float]:
         """Return the cost under the names of `metrics.METRICS`."""
         values = {
-            "time/extend": self.extend_seconds,
+            "time/prefill": self.prefill_seconds,
             "time/decode": self.decode_seconds,
             "rollout/decode_steps": self.decode_steps,
             "rollout/row_steps": self.row_steps,
             "rollout/tokens_drafted": self.drafted_tokens,
-            "rollout/tokens_extended": self.extended_tokens,
+            "rollout/tokens_prefilled": self.prefilled_tokens,
             "rollout/tokens_verified": self.verified_tokens,
         }
-        if self.extended_tokens:
+        if self.prefilled_tokens:
             rest = {
-                "rollout/extend_empty": self.extended_tokens - self.filled_tokens,
-                "rollout/extend_repeated": self.repeated_tokens,
-                "rollout/extend_rejected": self.filled_tokens - self.read_tokens,
+                "rollout/prefill_empty": self.prefilled_tokens - self.filled_tokens,
+                "rollout/prefill_repeated": self.repeated_tokens,
+                "rollout/prefill_rejected": self.filled_tokens - self.read_tokens,
             }
-            needed = self.extended_tokens - sum(rest.values())
-            shares = {"rollout/extend_fill": needed} | rest
-            values |= {name: count / self.extended_tokens for name, count in shares.items()}
+            needed = self.prefilled_tokens - sum(rest.values())
+            shares = {"rollout/prefill_used": needed} | rest
+            values |= {name: count / self.prefilled_tokens for name, count in shares.items()}
         if self.row_steps:
             fed = sum(size * steps * width for size, width, steps in self.decode_runs)
             wide = sum(size * steps for size, width, steps in self.decode_runs if width > 1)
@@ -110,7 +110,7 @@ class Runner:
     """
 
     def __init__(self, spec: RolloutSpec, weights: Params, requests: Requests):
-        """Start all rows; none has begun.
+        """Start all rows; none has started.
 
         Raises ValueError if the shards would not have equally many groups.
         """
@@ -127,13 +127,13 @@ class Runner:
         starts = RowStarts.of(spec, requests)
         noise = requests.noise
         self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
-        self.idle = starts.idle  # bool [B], rows that nobody waits for
+        self.background = starts.background  # bool [B], rows that nobody waits for
         self.finished = starts.done.copy()  # up to date where a rollout may end early
-        # Of each row, int32 [B]: the tokens that it held when it last began or continued; the
+        # Of each row, int32 [B]: the tokens that it held when it last started or continued; the
         # position up to which its draft is verified; and how many draft tokens it was given.
-        self.lens = np.zeros(len(self.idle), np.int32)
-        self.verify_ends = np.zeros(len(self.idle), np.int32)
-        self.drafted_lens = np.zeros(len(self.idle), np.int32)
+        self.lens = np.zeros(len(self.background), np.int32)
+        self.verify_ends = np.zeros(len(self.background), np.int32)
+        self.drafted_lens = np.zeros(len(self.background), np.int32)
         self.drafts = requests.drafts
         if requests.held is not None:
             self.all_rows = write_held(self.all_rows, requests.held)
@@ -142,22 +142,22 @@ class Runner:
             lens = self.drafts.lens
             ends, self.verify_ends = hosts.fetch((lens, cut_drafts(spec, self.all_rows, lens)))
             self.drafted_lens = np.maximum(ends - self.lens, 0)
-        self.buckets = spec.buckets(int(np.count_nonzero(~self.idle)))
-        self.shard_rows = len(self.idle) // self.buckets.shards
+        self.buckets = spec.buckets(int(np.count_nonzero(~self.background)))
+        self.shard_rows = len(self.background) // self.buckets.shards
         self.size = self.buckets.sizes[0]  # slots of the batch
         batch = empty_batch(
             self.spec, self.all_rows, size=self.size, slots=self.buckets.cache_slots
         )
         self.cache: KVCache = batch[0]
         self.rows: Rows = batch[1]
-        # Unfinished rows of the batch, [shards]: without idle ones, and all.
+        # Unfinished rows of the batch, [shards]: without background rows, and all.
         self.unfinished_awaited = np.zeros(self.buckets.shards, int)
         self.unfinished_all = np.zeros(self.buckets.shards, int)
         # Unfinished rows when `all_rows` last had every finished one. If fewer are unfinished now,
         # some have finished and are not in `all_rows`.
         self.unfinished_at_write_back = 0
-        self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows begin
-        self._known_texts = TextSet()  # prompts and held tokens that `extend` has computed
+        self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows start
+        self._known_texts = TextSet()  # prompts and held tokens that `prefill` has computed
         # Of the last chunk, where chunks are computed as they are asked for.
         self._text_states: TextStates | None = None
         self._text_paths: list[TextPaths] = []
@@ -168,7 +168,7 @@ class Runner:
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.lens.any())
 
-    # Rows begin -----------------------------------------------------------------------------------
+    # Rows start -----------------------------------------------------------------------------------
 
     def _join_texts(self) -> np.ndarray:
         """Return int32 [B, P + R]: each row's prompt, then its own tokens, then the rest of its
@@ -206,7 +206,7 @@ class Runner:
         )
         packed = pack_texts(self.buckets, texts, self._text_paths)
         packed = packed._replace(before=self._text_states)
-        self._text_states, counts = self._run_prefill(extend, packed)
+        self._text_states, counts = self._run_prefill(prefill, packed)
         distinct = {text[:n].tobytes() for text, n in zip(texts.tokens, known_lens)}
         new = sum(self._known_texts.add(np.frombuffer(text, np.int32)) for text in distinct)
         self.stats.repeated_tokens += int(counts.known) - new
@@ -225,7 +225,7 @@ class Runner:
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(row_ids)
-        fed = pack_fed(
+        appended = pack_appended(
             self.buckets,
             self.shard_rows,
             row_ids,
@@ -234,12 +234,12 @@ class Runner:
             self.lens[row_ids],
             self.verify_ends[row_ids],
         )
-        self._run_prefill(feed, fed)
+        self._run_prefill(append, appended)
 
     def _run_prefill(
-        self, program: Callable, packed: PackedTexts | Fed
+        self, program: Callable, packed: PackedTexts | Appended
     ) -> tuple[TextStates | None, PrefillCounts]:
-        """Run `extend` or `feed`, and note its cost; return the states, and the counts."""
+        """Run `prefill` or `append`, and note its cost; return the states, and the counts."""
         start = time.perf_counter()
         self.cache, self.rows, states, counts, unfinished = program(
             self.spec,
@@ -253,8 +253,8 @@ class Runner:
         )
         counts = self._fetch_counts(counts, unfinished)
         self.draft_state_stale = True
-        self.stats.extend_seconds += time.perf_counter() - start
-        self.stats.extended_tokens += int(counts.computed)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.prefilled_tokens += int(counts.computed)
         self.stats.filled_tokens += int(counts.filled)
         self.stats.read_tokens += int(counts.read)
         self.stats.verified_tokens += int(counts.verified)

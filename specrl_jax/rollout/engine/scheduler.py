@@ -1,6 +1,6 @@
-"""Scheduler of one rollout: which rows begin, in which bucket all decode, and for how long.
+"""Scheduler of one rollout: which rows start, in which bucket all decode, and for how long.
 
-    waiting rows ──extend──→ slots of the running batch: decode, compact ──→ done
+    waiting rows ──prefill─→ slots of the running batch: decode, compact ──→ done
         ↑ prompts; rows that hold tokens; rows that nobody waits for
 
 No decision of the scheduler changes a token of a row. `runner.py` carries the decisions out. Each
@@ -28,18 +28,18 @@ class Scheduler:
         self.runner = runner
         self.buckets = runner.buckets
         self.speculation = speculation
-        self.queues = _queues(runner, idle=False)
-        self.idle_queues = _queues(runner, idle=True)
+        self.queues = _queues(runner, background=False)
+        self.background_queues = _queues(runner, background=True)
 
     def run(self) -> Rows:
         """Return all rows, at their end unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
             if self._admit():
-                continue  # a row may be done as it begins: another may take its slot at once
+                continue  # a row may be done as it starts: another may take its slot at once
             if not runner.unfinished_awaited.any():
                 break
-            if not any(self.queues) and not any(self.idle_queues):
+            if not any(self.queues) and not any(self.background_queues):
                 self._compact(runner.unfinished_all)
             plan, stop = self._plan(self._stop_condition())
             self._record(plan, *runner.decode(stop, plan.width))
@@ -52,21 +52,21 @@ class Scheduler:
         enough = runner.requests.enough_groups
         if not enough:
             return False
-        awaited = (runner.finished & ~runner.idle).reshape(-1, runner.spec.group_size)
+        awaited = (runner.finished & ~runner.background).reshape(-1, runner.spec.group_size)
         return int(awaited.all(axis=1).sum()) >= enough
 
-    # Rows begin -----------------------------------------------------------------------------------
+    # Rows start -----------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Let waiting rows begin where enough slots are free; return whether any began.
+        """Let waiting rows start where enough slots are free; return whether any started.
 
-        Enough is a quarter of a shard's slots, or as many as rows wait there. Idle rows begin once
-        none of the others waits, but some still run.
+        Enough is a quarter of a shard's slots, or as many as rows wait there. Background rows
+        start once none of the others waits, but some still run.
         """
         runner = self.runner
         queues = self.queues
         if not any(queues) and runner.unfinished_awaited.any():
-            queues = self.idle_queues
+            queues = self.background_queues
         # A compacted batch admits none: it shrinks only when none waits.
         if runner.size < self.buckets.sizes[0] or not any(queues):
             return False
@@ -85,7 +85,7 @@ class Scheduler:
         return True
 
     def _enough_slots(self, queues: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many rows wait on each shard, and the free slots at which they begin."""
+        """Return how many rows wait on each shard, and the free slots at which they start."""
         waiting = np.array([len(queue) for queue in queues])
         return waiting, np.minimum(waiting, self.buckets.refill)
 
@@ -122,12 +122,12 @@ class Scheduler:
             self.speculation.record_steps(plan, steps, histogram)
 
     def _stop_condition(self) -> StopCondition:
-        """Return the condition under which rows can begin or be compacted."""
+        """Return the condition under which rows can start or be compacted."""
         runner = self.runner
         bounds: dict[str, Any] = {}
-        queues = self.queues if any(self.queues) else self.idle_queues
+        queues = self.queues if any(self.queues) else self.background_queues
         if any(queues):
-            # Stop once enough slots are free; otherwise _admit would have begun rows already.
+            # Stop once enough slots are free; otherwise _admit would have started rows already.
             waiting, enough = self._enough_slots(queues)
             full = runner.size // self.buckets.shards
             bounds["refill_at"] = np.where(waiting > 0, full - enough, -1)
@@ -141,9 +141,9 @@ class Scheduler:
 
 
 def whole_groups(queue: Sequence[int], most: int, group_size: int) -> int:
-    """Return how many of the first `most` rows of a queue begin, so that no group is cut.
+    """Return how many of the first `most` rows of a queue start, so that no group is cut.
 
-    The rows of a group that begin later would compute its prompt again. A group is cut if no
+    The rows of a group that start later would compute its prompt again. A group is cut if no
     other ends among these rows.
     """
     for count in range(most, 0, -1):
@@ -153,18 +153,18 @@ def whole_groups(queue: Sequence[int], most: int, group_size: int) -> int:
     return most
 
 
-def _queues(runner: Runner, *, idle: bool) -> list[list[int]]:
-    """Return each shard's rows that are not done, in the order in which they begin.
+def _queues(runner: Runner, *, background: bool) -> list[list[int]]:
+    """Return each shard's rows that are not done, in the order in which they start.
 
-    idle: True for the rows that nobody waits for, False for the others.
+    background: True for the rows that nobody waits for, False for the others.
     """
     group_size = runner.spec.group_size
     rows = np.arange(len(runner.lens))
     first = runner.requests.first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group_size)
-    # Rows with drafts of like length begin together, and so do a group's rows: they share a prompt.
+    # Rows with drafts of like length start together, and so do a group's rows: they share a prompt.
     longest = np.repeat(runner.verify_ends.reshape(-1, group_size).max(axis=1), group_size)
     order = np.lexsort((rows, -longest, late, runner.lens == 0))
-    order = order[~runner.finished[order] & (runner.idle[order] == idle)]
+    order = order[~runner.finished[order] & (runner.background[order] == background)]
     shard = order // runner.shard_rows
     return [order[shard == number].tolist() for number in range(runner.buckets.shards)]

@@ -15,7 +15,7 @@ from specrl_jax.types import Drafts
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShapes:
-    """Shapes of a rollout of `num_rows` rows, of which `awaited` are not idle."""
+    """Shapes of a rollout of `num_rows` rows, of which `awaited` are not in the background."""
 
     spec: RolloutSpec
     weights: Params

@@ -64,7 +64,7 @@ def blank_states(spec: RolloutSpec, buckets: Buckets) -> TextStates:
     )
 
 
-def carry_over(states: TextStates, copied: Array) -> TextStates:
+def copy_to_next_chunk(states: TextStates, copied: Array) -> TextStates:
     """Return the states of the next chunk.
 
     copied: int32 [m, T], slot of the last chunk whose result each slot has too, -1: none.

@@ -1,4 +1,4 @@
-"""Texts of rows that begin, packed on the host: prompts, own tokens and drafts.
+"""Texts of rows that start, packed on the host: prompts, own tokens and drafts.
 
 Every distinct prefix is in a chunk once. Where chunks are computed as their slots are asked for, a
 chunk also copies what it shares with the one before (`TextPaths`).
@@ -16,7 +16,7 @@ from specrl_jax.sharding import reshard
 
 
 class PackedTexts(NamedTuple):
-    """Tokens of rows that begin, packed; int32 arrays of NumPy but for `before`.
+    """Tokens of rows that start, packed; int32 arrays of NumPy but for `before`.
 
     Each of X shards counts its own sequences and rows. A shard's rows lie in the order of the
     chunks that hold them; the first takes the first free slot of the running batch, and so on.
@@ -25,7 +25,7 @@ class PackedTexts(NamedTuple):
     sequences: Sequences  # [M, m, T]: M chunks of m sequences
     count: np.ndarray  # [], chunks that hold tokens: the first ones
     blocks: np.ndarray  # [M], blocks of rows in each chunk, on the shard that has most
-    first_row: np.ndarray  # [X, M + 1], where each chunk's rows begin in `shard_row_ids`
+    first_row: np.ndarray  # [X, M + 1], where each chunk's rows start in `shard_row_ids`
     shard_row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
     nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
@@ -70,7 +70,7 @@ class TextPaths:
 
 
 class Texts(NamedTuple):
-    """Texts of k rows that begin, on the host."""
+    """Texts of k rows that start, on the host."""
 
     tokens: np.ndarray  # int32 [k, P + R], right-padded: prompt, own tokens, draft
     lens: np.ndarray  # int [k], of `tokens`
@@ -89,7 +89,7 @@ class Texts(NamedTuple):
 
 
 def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ()) -> PackedTexts:
-    """Pack the rows that begin, in the shape that has the fewest slots; its `before` is None.
+    """Pack the rows that start, in the shape that has the fewest slots; its `before` is None.
 
     before: for each shard, the paths in the last chunk, which this call replaces; empty: no chunk
     copies.
@@ -103,7 +103,7 @@ def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ())
 def pack_shape(
     buckets: Buckets, shape: TextShape, texts: Texts, before: Sequence[TextPaths]
 ) -> PackedTexts:
-    """Pack the rows that begin in one shape; arguments and result: as of `pack_texts`."""
+    """Pack the rows that start in one shape; arguments and result: as of `pack_texts`."""
     length, sequences, chunks = shape
     shards = len(texts.shard_row_ids)
     most = buckets.sizes[0] // shards + buckets.block_rows  # so that a block with a row is inside

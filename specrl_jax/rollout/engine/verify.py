@@ -1,4 +1,4 @@
-"""Verification of drafts: which tokens rows that begin, or continue, keep of their drafts.
+"""Verification of drafts: which tokens rows that start, or continue, keep of their drafts.
 
 The states of a row's prompt, own tokens and draft are computed, or asked for piece by piece
 (`text_states.py`). The acceptance rule looks at the draft tokens from left to right, then decides.
@@ -37,7 +37,7 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-def begin_rows(
+def start_rows(
     spec: RolloutSpec,
     verify_width: int,
     model: Transformer,
@@ -120,9 +120,9 @@ def begin_rows(
 
 
 def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -> Array:
-    """Return `Tokens.routing` [b, C, L, k] of rows that begin, where they have none from `routing`.
+    """Return `Tokens.routing` [b, C, L, k] of rows that start, where they have none from `routing`.
 
-    rows: before they begin: tokens that they hold keep the experts that chose them, if known.
+    rows: before they start: tokens that they hold keep the experts that chose them, if known.
     routing: of `TextStates`. nodes: of `RowBlock`.
     """
     held = rows.tokens.routing
@@ -159,7 +159,7 @@ def _verify(
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
 
     stored: [b, W], the drafts of which `draft_len` [b] tokens count. functions: `demand` and
-    `policy_after` of `begin_rows`. Returns the accepted tokens int32 [b], the residual, the columns
+    `policy_after` of `start_rows`. Returns the accepted tokens int32 [b], the residual, the columns
     [b, W] that rows get for tokens that are accepted, and the states.
     """
     demand, policy_after = functions

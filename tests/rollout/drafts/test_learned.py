@@ -106,7 +106,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])
     counts = np.zeros(2, int)
     for row in range(rows):
-        length = 1  # the first token is sampled as the row begins
+        length = 1  # the first token is sampled as the row starts
         while length < plain.lens[row]:
             slot = lens[row] + length - 1
             right = guesses[row, slot] == texts[row, slot + 1]

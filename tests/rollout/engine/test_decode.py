@@ -15,7 +15,7 @@ from specrl_jax.rollout.engine.decode import (
     count_unfinished,
     decode_steps,
 )
-from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefill import prefill
 from specrl_jax.rollout.engine.texts import Texts, pack_texts
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put, shards
@@ -31,18 +31,18 @@ def make_spec(model=ref.ONE_LAYER, eos=(4, 3), tree=ref.TREE):
     )
 
 
-def begin(spec, weights, prompts, max_lens=None, idle=None):
+def begin(spec, weights, prompts, max_lens=None, background=None):
     """The cache and the rows, each with its prompt and one token."""
     count = len(prompts.lens)
     noise = NoiseKey(jax.random.key(0), 0)
-    all_rows = ref.start(spec, prompts, noise, max_lens=max_lens, idle=idle)
+    all_rows = ref.start(spec, prompts, noise, max_lens=max_lens, background=background)
     buckets = spec.buckets(count)
     cache, rows = empty_batch(spec, all_rows, size=count, slots=buckets.cache_slots)
     texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
     no_drafts = np.zeros(count, np.int32)
     packed = pack_texts(buckets, Texts(texts, prompts.lens, prompts.lens, own, no_drafts))
-    return extend(spec, buckets, weights, cache, rows, all_rows, None, packed)[:2]
+    return prefill(spec, buckets, weights, cache, rows, all_rows, None, packed)[:2]
 
 
 def index_of(tokens, lens):
@@ -196,7 +196,7 @@ def test_idle_rows_do_not_keep_the_steps_going(start):
     max_lens = np.array([3] * 3 + [R] * 5)
     expected = steps(spec, weights, *begin(spec, weights, prompts, max_lens), 1)[1]
     lens = ref.host(expected).lens
-    cache, rows = begin(spec, weights, prompts, max_lens, idle=np.arange(B) >= 3)
+    cache, rows = begin(spec, weights, prompts, max_lens, background=np.arange(B) >= 3)
     _, rows, counts, numbers = steps(spec, weights, cache, rows, 1)
     most = lens[:3].max()
     assert counts.steps == most - 1 < R - 1
@@ -206,14 +206,14 @@ def test_idle_rows_do_not_keep_the_steps_going(start):
 
 
 def test_each_shard_counts_its_own_rows(make_mesh):
-    """Two shards of four rows; of each the last one is idle."""
+    """Two shards of four rows; of each the last one is background."""
     with jax.set_mesh(make_mesh(2, 1, 1)):
         weights = ref.policy(model=ref.ONE_LAYER)[1]
         spec = make_spec(eos=(16,))
         max_lens = np.array([2, 2, 3, 5, 3, 4, 6, 2])
         prompts = ref.random_prompts(B, P)
-        idle = np.arange(B) % 4 == 3
-        begun = begin(spec, weights, prompts, max_lens, idle)
+        background = np.arange(B) % 4 == 3
+        begun = begin(spec, weights, prompts, max_lens, background)
         _, _, counts, numbers = steps(spec, weights, *begun, 1, max_steps=2)
         assert numbers == [[0, 1], [2, 2]]
         # One shard may be refilled, or all may be smaller.
@@ -224,6 +224,6 @@ def test_each_shard_counts_its_own_rows(make_mesh):
             ({"max_left": 2}, (2, [[0, 1], [2, 2]])),
             ({}, (5, [[0, 0], [0, 0]])),
         ):
-            begun = begin(spec, weights, prompts, max_lens, idle)
+            begun = begin(spec, weights, prompts, max_lens, background)
             _, _, counts, numbers = steps(spec, weights, *begun, 1, **bounds)
             assert (int(counts.steps), numbers) == expected

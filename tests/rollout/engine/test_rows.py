@@ -45,7 +45,7 @@ def random_rows(size=B, stored=K, seed=3) -> Rows:
         accept_seeds=numbers(size, 2).astype(np.uint32),
         **{name: numbers(size) for name in names},
         done=np.zeros(size, bool),
-        idle=np.zeros(size, bool),
+        background=np.zeros(size, bool),
         tokens=Tokens(
             ids=numbers(size, C),
             policy_logprobs=reals(size, C),

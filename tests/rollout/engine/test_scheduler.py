@@ -1,4 +1,4 @@
-"""The scheduler: which rows begin, and in which bucket all decode. It changes no token."""
+"""The scheduler: which rows start, and in which bucket all decode. It changes no token."""
 
 import itertools
 import types
@@ -65,7 +65,7 @@ def test_rows_begin_before_the_last_of_the_others_is_done(mesh, rollouts):
 
 
 class Seen:
-    """Record of the runner: rows that began, in order; sizes that it was compacted to; steps."""
+    """Record of the runner: rows that started, in order; sizes that it was compacted to; steps."""
 
     def __init__(self, monkeypatch):
         self.calls = []
@@ -92,7 +92,7 @@ class Seen:
 
     @property
     def begun(self) -> list[int]:
-        """Rows in the order in which they began."""
+        """Rows in the order in which they started."""
         return list(itertools.chain(*self.of("begin")))
 
 
@@ -102,7 +102,7 @@ def seen(monkeypatch):
 
 
 def test_a_quarter_of_the_slots_is_refilled_at_a_time(mesh, seen):
-    """16 slots; rows begin in order, four at least, as others are done."""
+    """16 slots; rows start in order, four at least, as others are done."""
     max_lens = np.where(np.arange(B) < 16, 1 + np.arange(B) % 8, R).astype(np.int32)
     run_rollout(make_spec(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
     assert seen.begun == list(range(B))
@@ -139,7 +139,7 @@ def test_idle_rows_begin_last_and_end_with_the_others(mesh, seen, rollouts):
     """They take idle slots alone, and the batch does not shrink while one of them waits."""
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     spec = make_spec(max_rows=12, row_buckets=2)
-    result = ref.rollout(spec, weights, PROMPTS, step=1, idle=np.arange(32) >= 16)
+    result = ref.rollout(spec, weights, PROMPTS, step=1, background=np.arange(32) >= 16)
     assert seen.begun[:16] == list(range(16))
     assert seen.begun[16:] == list(range(16, len(seen.begun)))
     lens = np.asarray(result.rollout.lens)
@@ -153,7 +153,7 @@ def test_idle_rows_begin_last_and_end_with_the_others(mesh, seen, rollouts):
 
 
 def test_who_waits_by_hand():
-    """4 groups of 2 rows on 2 shards; the last group of each is idle. Rows that hold
+    """4 groups of 2 rows on 2 shards; the last group of each is background. Rows that hold
     tokens come first, those that are done do not wait."""
     begun = np.zeros(8, np.int32)
     begun[[1, 5]] = 3
@@ -161,11 +161,11 @@ def test_who_waits_by_hand():
     runner = types.SimpleNamespace(
         spec=types.SimpleNamespace(group_size=2), requests=types.SimpleNamespace(first=None),
         buckets=types.SimpleNamespace(shards=2), shard_rows=4, lens=begun,
-        verify_ends=np.zeros(8, np.int32), finished=done, idle=np.arange(8) % 4 >= 2,
+        verify_ends=np.zeros(8, np.int32), finished=done, background=np.arange(8) % 4 >= 2,
     )  # fmt: skip
     scheduler = Scheduler(runner)
     assert scheduler.queues == [[1, 0], [5]]
-    assert scheduler.idle_queues == [[2, 3], [6, 7]]
+    assert scheduler.background_queues == [[2, 3], [6, 7]]
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):

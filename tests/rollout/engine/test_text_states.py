@@ -9,7 +9,7 @@ import rollout_reference as ref
 from scheduler_cases import PROMPTS, B, make_spec, run_rollout
 
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefill import prefill
 from specrl_jax.rollout.engine.text_states import blank_states
 
 
@@ -25,7 +25,7 @@ def in_windows(monkeypatch):
         return function()
 
     def clear():
-        extend.clear_cache()
+        prefill.clear_cache()
         blank_states.clear_cache()
 
     yield call
@@ -34,11 +34,11 @@ def in_windows(monkeypatch):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_prompt_is_computed_once_for_its_group(make_mesh, in_windows, pieces):
-    """Also if the group begins in parts. No token changes."""
+    """Also if the group starts in parts. No token changes."""
     with jax.set_mesh(make_mesh(pieces, pieces, pieces)):
         spec = make_spec(max_rows=B // 2, **ref.ONE_BUCKET)
         tokens = PROMPTS.tokens.copy()
-        tokens[:, 0] = np.arange(len(tokens))  # no two prompts begin alike
+        tokens[:, 0] = np.arange(len(tokens))  # no two prompts start alike
         prompts = dataclasses.replace(PROMPTS, tokens=tokens)
         plain, stats = run_rollout(spec, prompts=prompts)
         rollout, fewer = in_windows(lambda: run_rollout(spec, prompts=prompts))

@@ -1,4 +1,4 @@
-"""`extend` against a loop over whole texts, which has no cache, no chunks and no slots."""
+"""`prefill` against a loop over whole texts, which has no cache, no chunks and no slots."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefill import prefill
 from specrl_jax.rollout.engine.text_states import blank_states
 from specrl_jax.rollout.engine.texts import TextPaths, Texts, pack_texts
 from specrl_jax.rollout.rows import PADDING
@@ -37,7 +37,7 @@ TRUNCATED = ref.sampling.SamplingConfig(0.8, top_k=6, top_p=0.95)
 @pytest.fixture
 def small(monkeypatch):
     """Sequences and draft tokens come a few at a time. Buckets of equal fields are one program."""
-    extend.clear_cache()
+    prefill.clear_cache()
     blank_states.clear_cache()
     monkeypatch.setitem(sharding.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
     monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
@@ -45,18 +45,18 @@ def small(monkeypatch):
     monkeypatch.setattr(bucket_sizes, "VERIFY_WIDTH", 3)
     monkeypatch.setattr(bucket_sizes, "WINDOW_VERIFY_WIDTH", 3)
     yield
-    extend.clear_cache()
+    prefill.clear_cache()
     blank_states.clear_cache()
 
 
 @pytest.fixture
 def windows(monkeypatch):
     """Chunks are computed in windows, as for large policies."""
-    extend.clear_cache()
+    prefill.clear_cache()
     blank_states.clear_cache()
     monkeypatch.setattr(bucket_sizes, "WINDOW_PARAMS", 0)
     yield
-    extend.clear_cache()
+    prefill.clear_cache()
     blank_states.clear_cache()
 
 
@@ -108,7 +108,7 @@ class Case:
     rows: object  # [B], with what they hold
     drafts: Drafts  # [B]
     draft_ends: np.ndarray  # [B]
-    begins: list[np.ndarray]  # of each shard, rows that begin, as indices among all rows
+    begins: list[np.ndarray]  # of each shard, rows that start, as indices among all rows
     running: np.ndarray  # [BATCH_SLOTS], row that decodes in each slot, -1: it is free
 
     @property
@@ -150,7 +150,7 @@ def drafts_for(accept: str, sampling, old_drafts) -> Drafts:
 
 
 def make_case(accept: str, sampling, old_drafts) -> Case:
-    """Half of the rows begin: some hold tokens, drafts have 0 to R tokens, right and wrong ones."""
+    """Half of the rows start: some hold tokens, drafts have 0 to R tokens, right and wrong ones."""
     drafts = drafts_for(accept, sampling, old_drafts)
     stored = 0 if drafts.tokens.top_ids is None else K
     options = {"accept": accept, "sampling": sampling, "eos": EOS, **ref.ONE_BUCKET}
@@ -172,8 +172,8 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(begun + 1, 3), R).astype(np.int32)
     noise = NoiseKey(jax.random.key(ref.KEY), STEP)
-    idle = every % (B // shards("batch")) >= B // shards("batch") // 2
-    rows = ref.host(ref.start(spec, PROMPTS, noise, max_lens=max_lens, idle=idle))
+    background = every % (B // shards("batch")) >= B // shards("batch") // 2
+    rows = ref.host(ref.start(spec, PROMPTS, noise, max_lens=max_lens, background=background))
     inside = np.arange(rows.tokens.ids.shape[1]) < begun[:, None]
     margin = ((0, 0), (0, rows.tokens.ids.shape[1] - R))
     rows = dataclasses.replace(
@@ -186,9 +186,9 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
         rows,
         ids=np.where(inside, np.pad(drafts.tokens.ids, margin), rows.tokens.ids),
         policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
-        sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
+        sources=np.where(inside, Source.ENVIRONMENT, 0).astype(np.int8),
     )
-    # Of each three slots one decodes; rows with even numbers begin but for one.
+    # Of each three slots one decodes; rows with even numbers start but for one.
     pieces = shards("batch")
     parts = np.split(every, pieces)
     begins = [part[::2] for part in parts]
@@ -257,7 +257,7 @@ def verify_block(case: Case, row: int, noise, tokens, new, old, sampled) -> tupl
 
 
 def expect(case: Case, params) -> tuple:
-    """The rows after they have begun, and int [2], verified and accepted tokens of drafts."""
+    """The rows after they have started, and int [2], verified and accepted tokens of drafts."""
     policy, sampled, cut = distributions(case, params)
     anew = draw(case, cut)
     positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
@@ -314,7 +314,7 @@ def expect(case: Case, params) -> tuple:
 
 
 def slots_of(case: Case, texts, index: np.ndarray) -> np.ndarray:
-    """int [BATCH_SLOTS]: the row that begins in each slot, -1: none. A shard's rows take its free
+    """int [BATCH_SLOTS]: the row that starts in each slot, -1: none. A shard's rows take its free
     slots in order: those without a row first."""
     order = np.full(BATCH_SLOTS, -1)
     pieces = len(case.begins)
@@ -415,7 +415,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, fixtures, sam
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
         before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
-        cache, rows, _, got, left = extend(
+        cache, rows, _, got, left = prefill(
             ref.with_lenience(case.spec, LOG_LENIENCE), case.buckets, weights, before,
             ref.put_rows(batch),
             ref.put_rows(case.rows), ref.put_rows(case.drafts), texts._replace(before=states),
@@ -439,5 +439,5 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, fixtures, sam
         assert (mine[~begun] == 7).all()
         filled = inside[order[begun]]
         np.testing.assert_allclose(mine[begun][filled], theirs[order[begun]][filled], atol=1e-5)
-    unfinished = np.stack([~rows.done & ~rows.idle, ~rows.done]).reshape(2, pieces, -1)
+    unfinished = np.stack([~rows.done & ~rows.background, ~rows.done]).reshape(2, pieces, -1)
     np.testing.assert_array_equal(left, unfinished.sum(axis=2).T)

@@ -18,7 +18,7 @@ import numpy as np
 from specrl_jax.types import Prompts, StatePart
 
 
-class KeptNoise(StatePart):
+class ReusedNoise(StatePart):
     """Record of the step whose noise each sample of each prompt used last, and for how many visits.
 
     A worked group of 4 samples, kept for 3 visits, refresh 0.25, visited in steps 1, 5, 9:
@@ -76,6 +76,6 @@ class KeptNoise(StatePart):
     def host(self) -> dict[str, Sequence]:
         return dict(self._used)
 
-    def restore(self, host: Mapping[str, Sequence], arrays: Any = None) -> "KeptNoise":
+    def restore(self, host: Mapping[str, Sequence], arrays: Any = None) -> "ReusedNoise":
         self._used = {name: (list(steps), list(visits)) for name, (steps, visits) in host.items()}
         return self

@@ -1,4 +1,4 @@
-"""Exact reuse: which noise a sample uses, and what rollouts on kept noise emit."""
+"""Exact reuse: which noise a sample uses, and what rollouts on reused noise emit."""
 
 import collections
 import json
@@ -12,8 +12,8 @@ from small_runs import assert_same_run, interrupt, records, run_until_killed, sm
 
 from specrl_jax import train as loop
 from specrl_jax.rollout.generate import generate
-from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.rollout.requests import Requests
+from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
@@ -45,7 +45,7 @@ VISITS = {
 @pytest.mark.parametrize(("visits", "refresh", "steps"), VISITS.values(), ids=VISITS)
 def test_visits_by_hand(visits, refresh, steps):
     """A checkpoint after each goes on alike."""
-    noise = KeptNoise(visits, refresh, G)
+    noise = ReusedNoise(visits, refresh, G)
     before = np.zeros((1, G))
     for step, rewards, expected in steps:
         got = noise.noise_steps(ONE_PROMPT, step)
@@ -53,17 +53,17 @@ def test_visits_by_hand(visits, refresh, steps):
         np.testing.assert_array_equal(noise.observe(ONE_PROMPT, got, rewards), got == before)
         before = got
         host = json.loads(json.dumps(noise.host()))
-        noise = KeptNoise(visits, refresh, G).restore(host, {})
+        noise = ReusedNoise(visits, refresh, G).restore(host, {})
 
 
 def test_with_a_critic_every_group_teaches():
-    noise = KeptNoise(9, 0.0, G, needs_signal=False)
+    noise = ReusedNoise(9, 0.0, G, needs_signal=False)
     noise.observe(ONE_PROMPT, noise.noise_steps(ONE_PROMPT, 1), EQUAL)
     assert noise.noise_steps(ONE_PROMPT, 2).tolist() == [[1] * 4]
 
 
 def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
-    noise = KeptNoise(9, 0.0, G)
+    noise = ReusedNoise(9, 0.0, G)
     prompts = ref.random_prompts(3)
     rewards = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]], float)
     noise.observe(prompts, noise.noise_steps(prompts, 1), rewards)
@@ -118,7 +118,7 @@ OLD = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]])
 NEW = np.array([[0.6, 0.3, 0.1], [0.25, 0.4, 0.35], [0.3, 0.2, 0.5]])
 
 
-def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
+def test_responses_on_reused_noise_are_exact_and_mostly_the_last_ones(mesh):
     """All responses of three tokens, enumerated. First tokens are equal with probability
     Σ_y 1 / Σ_x max(p_x / p_y, q_x / q_y), so they differ with at most 2 TV / (1 + TV) (arXiv
     2408.07978)."""
@@ -209,7 +209,7 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
              for run in (drafted, plain)]  # fmt: skip
     assert saved[0] > 100
     assert saved[1] == 0
-    # Kept noise saves more than fresh noise does by chance.
+    # Reused noise saves more than fresh noise does by chance.
     if way == "previous":
         fresh = {"rollout.noise_epochs": 1, "rollout.noise_refresh": 0.0}
         loop.train(small_config(changes | fresh), tmp_path / "fresh")
@@ -217,7 +217,7 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
         assert saved[0] > 1.3 * by_chance
     assert all(0 <= r.get("rollout/run_ahead_accepted", 0) <= 1 for r in drafted)
     if way == "run ahead alone":
-        # Every step begins the next one's responses; all but the first have some.
+        # Every step starts the next one's responses; all but the first have some.
         begun = [0, *(r["rollout/tokens_run_ahead"] for r in drafted)]
         assert all(begun[1:])
         accepted = [r.get("rollout/run_ahead_accepted", 0) for r in drafted]
@@ -225,7 +225,7 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
         assert all(0 < share < 1 for share in accepted[1:])
         reused = [r["rollout/tokens_reused"] for r in drafted]
         assert reused == pytest.approx(np.multiply(accepted, begun[:-1]))
-    kept = [r["rollout/kept_noise"] for r in drafted]
+    kept = [r["rollout/reused_noise"] for r in drafted]
     assert kept[0] == 0
     assert max(kept) > 0.2
 

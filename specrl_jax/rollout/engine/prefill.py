@@ -1,11 +1,11 @@
-"""`extend` prefills rows that enter the running batch: it computes keys, values and states of a
+"""`prefill` prefills rows that enter the running batch: it computes keys, values and states of a
 row's prompt, own tokens and draft, and verifies the draft.
 
 A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
 rows, every distinct prefix once (`pack_texts`). One program takes the sequences chunk by chunk. It
 decides which draft tokens are accepted, samples the token after them, and writes keys and values
 into free slots of the running batch. A chunk is computed at once, or as its slots are asked for
-(`text_states.py`). `feed` decides in the same way on rows that go on in their slots.
+(`text_states.py`). `append` decides in the same way on rows that go on in their slots.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
@@ -13,7 +13,7 @@ into free slots of the running batch. A chunk is computed at once, or as its slo
     x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
 
 A row without a draft has a draft of no tokens. Shapes follow from the configuration alone: the
-number of chunks that hold tokens, of rows that begin, and of tokens of the longest draft are counts
+number of chunks that hold tokens, of rows that start, and of tokens of the longest draft are counts
 of loops. A rejected token needs no cleaning up: it is not counted, and a later token takes
 its slot.
 """
@@ -39,11 +39,11 @@ from specrl_jax.rollout.engine.shapes import RolloutShapes
 from specrl_jax.rollout.engine.text_states import (
     TextStates,
     blank_states,
-    carry_over,
     compute_slots,
+    copy_to_next_chunk,
 )
 from specrl_jax.rollout.engine.texts import PackedTexts, TextPaths, Texts, pack_shape
-from specrl_jax.rollout.engine.verify import RowBlock, begin_rows
+from specrl_jax.rollout.engine.verify import RowBlock, start_rows
 from specrl_jax.rollout.rows import PADDING, Rows, put_rows, slot_ranks
 from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards
@@ -51,7 +51,7 @@ from specrl_jax.types import Drafts
 
 
 class PrefillCounts(NamedTuple):
-    """Counts of what `extend` or `feed` has computed and decided; int32 []."""
+    """Counts of what `prefill` or `append` has computed and decided; int32 []."""
 
     computed: Array  # slots
     filled: Array  # slots that held a token
@@ -65,7 +65,7 @@ class PrefillCounts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
-def extend(
+def prefill(
     spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
@@ -78,7 +78,7 @@ def extend(
     """Return the running batch with the rows of `texts` in its free slots.
 
     all_rows: [B], with the tokens that they hold. drafts: [B], for the acceptance rule to verify; a
-    draft begins with what its row holds. None: the run has no drafts.
+    draft starts with what its row holds. None: the run has no drafts.
 
     Returns the cache, the rows, the states that the next call gets as `texts.before`, counts, and
     what `decode.count_unfinished` returns.
@@ -90,16 +90,16 @@ def extend(
     def run_chunk(chunk: Array, state: tuple) -> tuple:
         cache, rows, before, counts = state
         sequences = jax.tree.map(lambda x: x[chunk], texts.sequences)
-        states, compute = _begin_chunk(
+        states, compute = _start_chunk(
             spec, buckets, weights, sequences, before, texts.copied, chunk
         )
         copied = states.known
         take_block = functools.partial(_take_block, texts, all_slots, buckets.block_rows, chunk)
 
-        def begin_block(number: Array, state: tuple) -> tuple:
+        def start_block(number: Array, state: tuple) -> tuple:
             rows, states, marks, decided = state
             block = take_block(number)
-            new_rows, states, read, new_decided = begin_rows(
+            new_rows, states, read, new_decided = start_rows(
                 spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
             )
             marks = on_shards(_mark, marks, block.nodes, block.shard_row_ids, read, like=marks)
@@ -110,7 +110,7 @@ def extend(
         marks = jnp.zeros(shape, jnp.bool_, out_sharding=axes("batch", None, None))
         state = (rows, states, marks, jnp.zeros(2, jnp.int32))
         blocks = texts.blocks[chunk]
-        rows, states, marks, decided = jax.lax.fori_loop(0, blocks, begin_block, state)
+        rows, states, marks, decided = jax.lax.fori_loop(0, blocks, start_block, state)
         fresh = [*states.layers, *_head_layers(spec, weights, model, sequences, states.hidden)]
 
         def write_block(number: Array, cache: KVCache) -> KVCache:
@@ -127,7 +127,7 @@ def extend(
     return cache, rows, states, counts, count_unfinished(rows)
 
 
-def _begin_chunk(
+def _start_chunk(
     spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
@@ -136,11 +136,11 @@ def _begin_chunk(
     copied: Array | None,
     chunk: Array,
 ) -> tuple[TextStates, Callable]:
-    """Return a chunk's states, and the function that computes more of them, see `begin_rows`."""
+    """Return a chunk's states, and the function that computes more of them, see `start_rows`."""
     if buckets.window_slots:
         model = Transformer(spec.model, weights)
         compute = functools.partial(compute_slots, model, sequences, buckets.window_slots)
-        return carry_over(before, copied[chunk]), compute
+        return copy_to_next_chunk(before, copied[chunk]), compute
     # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     hidden, stacked = model(
@@ -207,8 +207,8 @@ def _count_slots(
     )
 
 
-def extend_inputs(shapes: RolloutShapes, text_shape: TextShape) -> tuple:
-    """Return the inputs of `extend` for packed texts of a shape."""
+def prefill_inputs(shapes: RolloutShapes, text_shape: TextShape) -> tuple:
+    """Return the inputs of `prefill` for packed texts of a shape."""
     spec = shapes.spec
     buckets = shapes.buckets
     cache, rows = shapes.batch(buckets.sizes[0])
