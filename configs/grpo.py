@@ -70,6 +70,7 @@ def micro(config: ConfigDict) -> None:
     config.rollout.group_size = 4
     config.rollout.response_len = 10
     config.rollout.row_buckets = 3
+    config.rollout.adaptive = False  # its steps are too short for drafts to pay; show them
     config.updates.mini_batch_size = 64
     config.sft.steps = 300
     config.sft.examples = 5_000

@@ -5,7 +5,9 @@ A `step` collects a batch and updates on it.
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from specrl_jax import hosts
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.responses import mean_by_function
+from specrl_jax.rollout.draft_choice import time_verification
 from specrl_jax.rollout.engine.speculation import time_steps
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
 from specrl_jax.sharding import move
@@ -116,26 +119,28 @@ def train(
         if session is None:
             return
         session.hooks.before_first_step(session.run, session.state)
-        time_widths(session.run, session.state)
+        time_rollouts(session.run, session.state)
         loop(session)
     if hosts.is_primary():
         _finish(session, workdir)
 
 
-def time_widths(run: Run, state: RunState) -> None:
-    """Time decode steps of each width, where rollouts choose by them."""
-    speculation = state.rollout.speculation
-    if speculation is not None and speculation.seconds is None:
-        weights = state.rollout_weights(run)
-        speculation.seconds = state.batches.call(_time_steps, run, state.rollout, weights)
+def time_rollouts(run: Run, state: RunState) -> None:
+    """Time decode steps of each width, and verification, where rollouts choose by them."""
+    timers = {"speculation": time_steps, "draft_choice": time_verification}
+    for name, timer in timers.items():
+        choice = getattr(state.rollout, name)
+        if choice is not None and choice.seconds is None:
+            weights = state.rollout_weights(run)
+            choice.seconds = state.batches.call(_time, timer, run, state.rollout, weights)
 
 
-def _time_steps(run: Run, state: RolloutState, weights: Params) -> dict[tuple[int, int], float]:
-    """Time decode steps of the next rollout."""
+def _time(timer: Callable, run: Run, state: RolloutState, weights: Params) -> Any:
+    """Time the next rollout."""
     # A copy of the stream: the run's first batch is not used up.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     requests, _ = next_requests(run, ahead)
-    return time_steps(run.rollout_spec, weights, requests)
+    return timer(run.rollout_spec, weights, requests)
 
 
 def _finish(session: Session, workdir: Path) -> None:

@@ -64,6 +64,7 @@ STORED = When(
 TREE = When("rollout.draft", lambda c: _draft(c).make_source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
+TIMED = When("rollout.draft", lambda c: WIDE.holds(c) or (PREVIOUS.holds(c) and _keeps_noise(c)))
 GENERATIONS = When("rollout.tree.history", lambda c: c.rollout.tree.history > 1, "2")
 LENIENT = When("rollout.accept", lambda c: _rule(c).lenience_dependent_share is not None)
 DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
@@ -99,8 +100,9 @@ ROLLOUT = Section("rollout", "", (
           PREVIOUS, DISTRIBUTION),
     field("max_width", 8, "W, tokens per decode step: 1 and up to W - 1 draft tokens; tree, head",
           TOKENS_OF_A_STEP, WIDE, neutral=1),
-    field("adaptive", True, "choose widths of decode steps by seconds; False: the widest", SWITCH,
-          WIDE, neutral=False),
+    field("adaptive", True, "let measured seconds choose widths of decode steps, and (match) "
+          "whether drafts are verified; False: the widest, and all drafts",
+          SWITCH, TIMED, neutral=False),
     field("row_buckets", 4, "batch sizes to compact unfinished rows into, each half of the last",
           integer(1, 32, "each is half of the last")),
     field("max_rows", 0, "rows decoded at once; other rows wait; 0: as many as fit the devices",

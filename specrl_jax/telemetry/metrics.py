@@ -93,6 +93,7 @@ _OWN: dict[str, tuple[str, str]] = {
     "rollout/prefill_empty": ("share of empty slots", "1"),
     "rollout/prefill_repeated": ("share of prompts and held tokens computed again", "1"),
     "rollout/prefill_rejected": ("share of draft tokens at and behind a rejection", "1"),
+    "rollout/drafts_skipped": ("share of drafts not verified, since that cost more", "1"),
     "rollout/tokens_verified": ("draft tokens that an acceptance rule decided on", "tokens"),
     "rollout/draft_store_gib": ("earlier responses kept, over all devices", "GiB"),
     # Rows and groups that cross steps

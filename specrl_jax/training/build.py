@@ -35,6 +35,7 @@ from specrl_jax.responses import Responder
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rollout.draft_choice import DraftChoice
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.speculation import Speculation
@@ -298,10 +299,11 @@ def resume(
     if reference is not None and not saved and run.config.sft.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
         _, state.reference, _ = _warm_up_policy(run, params)
-    speculation = state.rollout.speculation
-    if speculation is not None and host["machine"] != machine():
+    choices = [x for x in (state.rollout.speculation, state.rollout.draft_choice) if x]
+    if choices and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
-        speculation.seconds = None  # it is measured again
+        for choice in choices:
+            choice.seconds = None  # it is measured again
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     if line := rate_jump(run, state):
         print(line, flush=True)
@@ -339,8 +341,16 @@ def _new_rollout_state(run: Run) -> RolloutState:
     )
     if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
         state.speculation = Speculation()
+    if settings.adaptive and _may_skip_drafts(run):
+        state.draft_choice = DraftChoice()
     state.collector = run.collector_type(run)
     return state
+
+
+def _may_skip_drafts(run: Run) -> bool:
+    """Return whether rollouts verify drafts, and a row has the same tokens without its own."""
+    verifies = run.collector_type.has_drafts(run.config)
+    return verifies and run.rollout_spec.accept.samples_every_token
 
 
 def _draft_store(run: Run) -> DraftStore:

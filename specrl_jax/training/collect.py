@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.models.transformer import Params
 from specrl_jax.responses import CompletedGroups, Responses
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
@@ -152,12 +153,19 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, 
     clock = Stopwatch()
     spec = run.rollout_spec
     state.start_step()
+    choice = state.draft_choice
+    if choice and (lines := choice.review()) and hosts.is_primary():
+        print(*(f"step {state.step}: {line}" for line in lines), sep="\n", flush=True)
     rollouts: list[Responses] = []
     while state.collector.wants_rollout(rollouts):
         with clock.timed("time/rollout"):
             requests, previous = next_requests(run, state)
+            if choice:
+                requests = choice.skip(requests)
         result = run.roll_out(spec, weights, requests, speculation=state.speculation, clock=clock)
         with clock.timed("time/rollout"):
+            if choice:
+                choice.observe(requests, result)
             taken = state.collector.take(state, requests, result)
         responses = run.responder.score(spec, requests.prompts, taken, clock)
         rollouts.append(state.store_responses(responses, requests, previous))
@@ -165,4 +173,6 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, 
     mass = rejected_mass(run.rollout_spec.accept, rollouts)
     collected = dataclasses.replace(collected, rejected_mass=mass)
     metrics = collect_metrics(run, state, collected, rollouts) | clock.take()
+    if choice:
+        metrics |= choice.take_metrics()
     return dataclasses.replace(collected, metrics=metrics), rollouts

@@ -21,6 +21,7 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.runtime import machine
 from specrl_jax.responses import Responses
+from specrl_jax.rollout.draft_choice import DraftChoice
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.requests import Requests
@@ -47,7 +48,8 @@ class RolloutState:
     reused_noise: ReusedNoise
     step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
-    speculation: Speculation | None = None  # where rollouts choose by measured cost
+    speculation: Speculation | None = None  # where widths of decode steps are chosen
+    draft_choice: DraftChoice | None = None  # where it is chosen which drafts are verified
     collector: Any = None  # `collect.Collector`, or a recipe's
 
     def start_step(self) -> None:

@@ -167,7 +167,7 @@ SPEED = {
     "train.epochs": 0, "train.steps": 6,
 }  # fmt: skip
 WAYS = {
-    "previous": {"rollout.adaptive": True},
+    "previous": {},
     "tree": {"rollout.draft": "tree"},
     "both": {"rollout.draft": "previous+tree"},
     "head": {"rollout.draft": "previous+tree+head", "rollout.head.vocab": 8},

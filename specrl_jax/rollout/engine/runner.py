@@ -55,10 +55,12 @@ class Stats:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, empty slots included
-    # Slots that `prefill` and `append` computed; of these: those that held a token, those whose
-    # tokens are now in rows, and those of prompts and held tokens that had been computed before.
+    # Slots that `prefill` and `append` computed; of these: those that held a token, those of
+    # prompts and held tokens, those whose tokens are now in rows, and those of prompts and held
+    # tokens that had been computed before.
     prefilled_tokens: int = 0
     filled_tokens: int = 0
+    known_tokens: int = 0
     read_tokens: int = 0
     repeated_tokens: int = 0
     # Draft tokens that the rule decided on: each row's accepted ones and its first rejected one.
@@ -73,6 +75,12 @@ class Stats:
         """Add up several rollouts, one after another."""
         columns = zip(*(dataclasses.astuple(part) for part in parts))
         return cls(*(functools.reduce(operator.add, column) for column in columns))
+
+    @property
+    def draft_slots(self) -> float:
+        """Slots that were computed for drafts, with their share of the empty ones."""
+        drafts = self.filled_tokens - self.known_tokens
+        return drafts * self.prefilled_tokens / max(self.filled_tokens, 1)
 
     def metrics(self) -> dict[str, float]:
         """Return the cost under the names of `metrics.METRICS`."""
@@ -256,6 +264,7 @@ class Runner:
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.prefilled_tokens += int(counts.computed)
         self.stats.filled_tokens += int(counts.filled)
+        self.stats.known_tokens += int(counts.known)
         self.stats.read_tokens += int(counts.read)
         self.stats.verified_tokens += int(counts.verified)
         self.stats.accepted_tokens += int(counts.accepted)

@@ -147,12 +147,17 @@ def _faded_sum(old: list[float], new: list[float], fade: float) -> list[float]:
 
 
 def time_steps(
-    spec: RolloutSpec, weights: Params, requests: Requests
+    spec: RolloutSpec,
+    weights: Params,
+    requests: Requests,
+    sizes: Sequence[int] = (),
+    widths: Sequence[int] = (),
 ) -> dict[tuple[int, int], float]:
     """Time a decode step of such a rollout, in seconds by (rows, width), on rows that are made up.
 
-    The rows are half way through their responses: kernels read what rows have filled. Those that
-    end within the timed steps are computed on as rows that are done.
+    sizes, widths: those to time; none: all. The rows are half way through their responses: kernels
+    read what rows have filled. Those that end within the timed steps are computed on as rows that
+    are done.
     """
     runner = Runner(spec, weights, requests)
     size = runner.size
@@ -163,10 +168,10 @@ def time_steps(
     )
     stop = StopCondition.of(max_steps=TIMED_STEPS, max_unfinished=-1, max_left=-1)
     seconds = {}
-    for size in runner.buckets.sizes:
+    for size in sizes or runner.buckets.sizes:
         if size < runner.size:
             runner.compact(size)
-        for width in runner.buckets.widths:
+        for width in widths or runner.buckets.widths:
             times = []
             for _ in range(TIMED_CALLS):
                 start = time.perf_counter()
