@@ -16,6 +16,9 @@ from typing import Any
 from specrl_jax import recipes
 from specrl_jax.config import flatten
 
+# Names under which a recipe has a class that takes a slot of the run.
+SLOTS = ("COLLECTOR", "ROLL_OUT", "BATCH_SOURCE", "STAGE", "LOSS_TERM", "FROZEN")
+
 _own: tuple[str, ...] = ()  # names of the user's modules, see `load`
 _tables: "list[Table]" = []
 
@@ -93,6 +96,16 @@ def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
     return [(recipe, field) for recipe in taken if (field := recipe.asked_by(config))]
 
 
+def _check_slots(module: ModuleType) -> None:
+    """Raise ValueError in one line where a class takes a slot that does not exist."""
+    for name, value in vars(module).items():
+        if name.isupper() and hasattr(value, "asked_by") and name not in SLOTS:
+            raise ValueError(
+                f"{module.__name__}.{name} must have the name of a slot ({', '.join(SLOTS)}), "
+                "as it has asked_by; rename it"
+            )
+
+
 def load(names: str) -> None:
     """Add recipes of the user's own: modules, with commas between, as the field `recipes` has them.
 
@@ -106,12 +119,13 @@ def load(names: str) -> None:
         sys.path.append(os.getcwd())
     for name in new:
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
         except Exception as error:  # whatever the user's module does as it is imported
             raise ValueError(
                 f"recipes must name modules in this directory or installed ones, got {name!r}: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             ) from error
+        _check_slots(module)
     _own = (*_own, *new)
     modules.cache_clear()
     for table in _tables:

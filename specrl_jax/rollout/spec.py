@@ -1,7 +1,6 @@
 """`RolloutSpec`: all that is fixed in the compiled programs of rollouts."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -36,29 +35,6 @@ def noise_visits(config) -> int:
     return config.rollout.noise_epochs if acceptance_rule(config).samples_every_token else 1
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["accept"],
-    meta_fields=[
-        "model",
-        "sampling",
-        "eos_ids",
-        "pad_id",
-        "prompt_slots",
-        "response_slots",
-        "group_size",
-        "draft_source",
-        "draft_head",
-        "stored_logprobs",
-        "keeps_accepted",
-        "keeps_routing",
-        "max_width",
-        "row_buckets",
-        "max_rows",
-        "stop",
-        "turns",
-    ],
-)
 @dataclasses.dataclass(frozen=True)
 class RolloutSpec:
     """Settings that stay the same from rollout to rollout.
@@ -219,3 +195,10 @@ class RolloutSpec:
             max_width=self.max_width,
             turns=self.turns,
         )
+
+
+jax.tree_util.register_dataclass(
+    RolloutSpec,
+    data_fields=["accept"],
+    meta_fields=[x.name for x in dataclasses.fields(RolloutSpec) if x.name != "accept"],
+)

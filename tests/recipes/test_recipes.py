@@ -163,6 +163,16 @@ def test_a_recipe_that_cannot_be_imported_is_one_line(name, code, cause, tmp_pat
     assert registry.loaded() == ()
 
 
+def test_a_slot_that_does_not_exist_is_refused(tmp_path, monkeypatch):
+    code = "class COLECTOR:\n    asked_by = staticmethod(lambda config: '')\n"
+    (tmp_path / "misspelt.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = r"misspelt\.COLECTOR must have the name of a slot \(COLLECTOR, .*\), as it has asked_by"
+    with pytest.raises(ValueError, match=line):
+        registry.load("misspelt")
+    assert registry.loaded() == ()
+
+
 def test_two_stages_that_order_rows_are_refused():
     batch = types.SimpleNamespace(tokens=np.zeros((4, 2)))
 

@@ -152,7 +152,7 @@ def empty_batch(
     return cache, gather(all_rows, reshard(none, "batch"))
 
 
-def abstract_batch(
+def abstract_running_batch(
     spec: RolloutSpec, all_rows: Rows, size: int, slots: int
 ) -> tuple[KVCache, Rows]:
     """Return the shapes of what `empty_batch` returns."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.engine.all_rows import abstract_batch, abstract_rows
+from specrl_jax.rollout.engine.all_rows import abstract_rows, abstract_running_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.spec import RolloutSpec
@@ -34,4 +34,4 @@ class RolloutShapes:
 
     def batch(self, size: int) -> tuple[KVCache, Rows]:
         """Return the cache and the rows of a batch of `size` slots."""
-        return abstract_batch(self.spec, self.all_rows, size, self.buckets.cache_slots)
+        return abstract_running_batch(self.spec, self.all_rows, size, self.buckets.cache_slots)
