@@ -6,6 +6,7 @@
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
     python launch/benchmark.py host                      what the host does with a step's tokens
+    python launch/benchmark.py price RUN --chip=h100     a recorded run's seconds on another machine
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
 smollm2 and qwen3_1p7b for `device`.
@@ -32,7 +33,7 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device", "training")
 _OF_CONFIG = ("rules", "heads")
-_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "host")
+_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG, "host", "price")
 # The preset of configs/grpo.py that a benchmark starts from.
 _PRESETS = {"training": "tiny", "host": "qwen3_1p7b"}
 
@@ -49,6 +50,10 @@ def parser() -> cli.Parser:
             for number in _NUMBERS:
                 flag = "--" + number.replace("_", "-")
                 command.add_argument(flag, type=int, help="instead of the size's own")
+        if name == "price":
+            command.add_argument("run", type=Path, help="work directory, of log.rollouts=1")
+            command.add_argument("--chip", choices=("cpu", "h100", "v5e"), default="h100")
+            command.add_argument("--chips", type=int, default=1, help="default: 1")
         if name in _OF_CONFIG:
             command.add_argument("--repeats", type=int, default=5, help="default: 5")
         if name == "rules":
@@ -81,6 +86,8 @@ def measure(args: argparse.Namespace) -> None:
         if args.benchmark in _OF_SIZE:
             numbers = {name: getattr(args, name) for name in _NUMBERS}
             run = functools.partial(run, args.size, numbers)
+        if args.benchmark == "price":
+            run = functools.partial(run, args.run, args.chip, args.chips)
         report = run(log)
     print(report.to_text())
     if args.json:
