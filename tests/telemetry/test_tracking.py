@@ -1,13 +1,16 @@
 """wandb and TensorBoard: what they are given, and failures that do not stop a run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from unittest import mock
 
 import pytest
 from recorded_runs import two_epochs, write_run
+from small_runs import assert_same_run, interrupt, run_until_killed, small_config
 
+from specrl_jax import train as loop
 from specrl_jax.telemetry import tracking
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 from specrl_jax.telemetry.tracking import SafeTracker
@@ -214,3 +217,29 @@ def test_tensorboard_is_read_back(tmp_path):
     assert set(config["git"]) <= {"commit", "dirty"}
     rollouts = [x for tag, values in texts.items() if tag.startswith("rollouts/") for x in values]
     assert any("100% of the tokens reused\n\n    2 1>\n    1 2" in text for text in rollouts)
+
+
+MOVED = {"train.steps": 4, "checkpoint.every": 1, "log.tracker": "wandb"}
+
+
+def _killed(workdir):
+    interrupt(MetricsLog, "write", 3)
+    loop.train(small_config(MOVED), workdir)
+
+
+@pytest.mark.slow
+def test_a_run_that_comes_back_on_another_machine_is_one_run(mesh, tmp_path, capsys, monkeypatch):
+    """It was killed; its work directory is found in another place, as from a bucket."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_until_killed(_killed, tmp_path / "first" / "run")
+    moved = tmp_path / "second" / "run"
+    shutil.copytree(tmp_path / "first" / "run", moved)
+    shutil.rmtree(tmp_path / "first")
+    loop.train(small_config(MOVED), moved)
+    plain = tmp_path / "plain"
+    loop.train(small_config(MOVED | {"log.tracker": "none"}), plain)
+    assert_same_run(moved, plain, 4)
+    files = list(moved.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1  # the name has the run's id
+    assert capsys.readouterr().out.count(str(moved / "wandb" / "offline-run-")) == 2
