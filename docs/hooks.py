@@ -201,12 +201,12 @@ def metrics_page() -> str:
     return "\n\n".join(parts)
 
 
-# Python -------------------------------------------------------------------------------------
+# API ----------------------------------------------------------------------------------------
 
 
-def python_page() -> str:
-    """A directive of mkdocstrings for each module of `MODULES`."""
-    parts = ["# Python", "What the recipes of [Extending](extending.md) and notebooks call."]
+def api_page() -> str:
+    """Return a directive of mkdocstrings for each module of `MODULES`."""
+    parts = ["# API", "The modules that [Python](python.md) and [Extending](extending.md) use."]
     for subject, modules in MODULES.items():
         parts += [f"## {subject}", *(f"::: specrl_jax.{module}" for module in modules)]
     return "\n\n".join(parts)
@@ -230,7 +230,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
     "recipes.md": recipes_page,
-    "python.md": python_page,
+    "api.md": api_page,
 }
 
 if __name__ == "__main__":
