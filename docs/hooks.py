@@ -188,8 +188,8 @@ def metrics_page() -> str:
 
     parts = [
         "# Metrics",
-        "`WORKDIR/metrics.jsonl` has one JSON object a step: `step`, `epoch`, and those of these"
-        " metrics that have a value there. `specrl_jax.telemetry.metrics.read_metrics` reads it.",
+        "`WORKDIR/metrics.jsonl` has one JSON object a step: `step`, `epoch`, and the metrics below"
+        " that have a value in it. `specrl_jax.telemetry.metrics.read_metrics` reads it.",
     ]
     for group in dict.fromkeys(name.partition("/")[0] for name in METRICS):
         rows = [
