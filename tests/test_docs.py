@@ -55,17 +55,34 @@ def _defined() -> set[str]:
     return names
 
 
-def test_the_walk_names_what_exists():
+def test_a_step_in_code_names_what_exists():
+    """Each line: a name, the file that defines it, and what it returns."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    walk = re.search(r"^## The walk of one batch\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
-    named = {re.sub(r"\(\)$|\[.*\]$", "", name) for name in re.findall(r"`([^`]+)`", walk)}
-    files = {name for name in named if name.endswith((".py", ".jsonl"))}
-    assert len(named) > 40
-    assert files == {"launch/train.py", "metrics.jsonl"}
-    assert named - files <= _defined()
-    modules = re.findall(r"^\d+\. ([\w/]+\.py):", walk, re.MULTILINE)
-    assert len(modules) > 20
-    assert [x for x in modules if not (ROOT / "specrl_jax" / x).exists()] == []
+    calls = re.search(r"^## The calls of one step\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
+    lines = re.findall(r"^ *(\w+(?:\.\w+)?)  +([\w/]+\.py)(.*)$", calls, re.MULTILINE)
+    blocks = "".join(code for _, code in BLOCK.findall(calls))
+    assert len(lines) == len(blocks.splitlines()) > 40
+    for name, file, _ in lines:
+        tree = ast.parse((ROOT / "specrl_jax" / file).read_text())
+        of_classes = {
+            f"{node.name}.{x.name}"
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            for x in node.body
+            if isinstance(x, ast.FunctionDef)
+        }
+        stem = file.rpartition("/")[2].removesuffix(".py")
+        top = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert name in of_classes | top | {f"{stem}.{x}" for x in top}, (name, file)
+
+
+def test_a_step_in_code_names_types_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = r"^## The types that a token passes through\n\n(.*?)\n\n"
+    table = re.search(section, text, re.MULTILINE | re.DOTALL)[1].splitlines()[2:]
+    assert len(table) == 10
+    named = {name for row in table for name in re.findall(r"`([^`]+)`", row)}
+    assert named <= _defined()
 
 
 def commands(path) -> list[list[str]]:

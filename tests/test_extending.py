@@ -1,4 +1,4 @@
-"""Recipes of docs/extending.md and docs/agents.md, each saved and run as its reader would."""
+"""Recipes of docs/extending.md, agents.md and python.md, saved and run as their reader would."""
 
 import os
 import re
@@ -32,11 +32,16 @@ def get_config(preset="tiny"):
 """
 
 
+def copy_configs(folder) -> None:
+    """Put the configurations into `folder`, with the small presets."""
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs" / "grpo.py").write_text(SMALL.format(path=f"{ROOT}/configs/grpo.py"))
+
+
 def run_recipe(text: str, folder) -> list[dict]:
     """The metrics of the run that the recipe's commands start in `folder`."""
     (folder / "launch").symlink_to(ROOT / "launch")
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    (folder / "configs" / "grpo.py").write_text(SMALL.format(path=f"{ROOT}/configs/grpo.py"))
+    copy_configs(folder)
     commands = "set -e\n"
     for language, code in BLOCK.findall(text):
         if language == "python":
@@ -125,3 +130,37 @@ def test_a_tracker(tmp_path):
 @pytest.mark.slow
 def test_a_model_family(tmp_path):
     assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2
+
+
+def run_scripts(names: list[str], folder) -> list[str]:
+    """Save the files of docs/python.md in `folder`, run these in order; return what they print."""
+    copy_configs(folder)
+    page = (ROOT / "docs" / "python.md").read_text().replace("train.steps = 12", "train.steps = 2")
+    for _, code in BLOCK.findall(page):
+        (folder / re.match(r"# (\w+\.py)\n", code)[1]).write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_DEVICE
+    outputs = []
+    for name in names:
+        done = subprocess.run(
+            [sys.executable, name],
+            cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        outputs.append(done.stdout.splitlines()[-1])
+    return outputs
+
+
+def test_python_trains_and_generates(tmp_path):
+    trained, generated = run_scripts(["sort.py", "ask.py"], tmp_path)
+    assert trained.startswith("2 ")
+    plain, again = map(int, generated.split()[:2])
+    assert plain > again == 0
+
+
+@pytest.mark.slow
+def test_python_with_a_reward_an_environment_and_a_recipe(tmp_path):
+    outputs = run_scripts(["largest.py", "open_lock.py", "with_recipe.py"], tmp_path)
+    assert float(outputs[1]) > 1
+    for run in ("largest", "lock", "best"):
+        last = read_metrics(tmp_path / "runs" / run)[-1]
+        assert last["step"] == 2
+        assert last["reward/failed"] == 0
