@@ -37,7 +37,14 @@ from specrl_jax.rollout.engine.all_rows import (
     start_inputs,
     start_rows,
 )
-from specrl_jax.rollout.engine.append import append, append_inputs
+from specrl_jax.rollout.engine.append import (
+    append_block,
+    append_inputs,
+    put_block,
+    put_inputs,
+    take_block,
+    take_inputs,
+)
 from specrl_jax.rollout.engine.decode import decode_inputs, decode_steps
 from specrl_jax.rollout.engine.prefill import prefill, prefill_inputs
 from specrl_jax.rollout.engine.shapes import RolloutShapes
@@ -126,6 +133,11 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
             *prefill_inputs(shapes, text_shape), runs_model=True,
             **({} if buckets.window_slots else used),
         )  # fmt: skip
+    if shapes.spec.turns:
+        yield _program(
+            f"{prefix}append", append_block, *append_inputs(shapes), runs_model=True, kept=stacked,
+            beside=shapes.batch(buckets.sizes[0]),
+        )  # fmt: skip
     for size in buckets.sizes:
         cache, rows = shapes.batch(size)
         for width in buckets.widths:
@@ -135,8 +147,12 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
             )  # fmt: skip
         if shapes.spec.turns:
             yield _program(
-                f"{prefix}append {size}", append, *append_inputs(shapes, size), runs_model=True,
-                kept=stacked,
+                f"{prefix}take rows {size}", take_block, *take_inputs(shapes, size),
+                beside=(copied, others, rows),
+            )  # fmt: skip
+            yield _program(
+                f"{prefix}put rows {size}", put_block, *put_inputs(shapes, size),
+                beside=(copied, others),
             )  # fmt: skip
             yield _program(f"{prefix}release {size}", release, *release_inputs(rows, all_rows))
         if smaller := buckets.size_below(size):

@@ -36,24 +36,17 @@ from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts
 
 
-class Appended(NamedTuple):
-    """Rows that go on in their slots; int32 arrays of NumPy.
+class AppendedBlock(NamedTuple):
+    """Rows that go on in their slots together: `Buckets.block_rows` of each shard, int32 [b]."""
 
-    Each of X shards has its own rows in M blocks; rows with most tokens to append come first.
-    """
+    shard_row_ids: np.ndarray | Array  # among the shard's rows of the rollout; -1: none
+    shard_slots: np.ndarray | Array  # of the shard's part of the batch; outside it: none
+    starts: np.ndarray | Array  # response position of the first token that is appended
+    draft_ends: np.ndarray | Array  # response length up to which a row's draft is verified
 
-    blocks: np.ndarray  # [], blocks that hold rows: the first ones
-    # [M], windows of `Buckets.append_width` tokens of each block, for the row with most to append
-    windows: np.ndarray
-    shard_row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout, -1 after them
-    shard_slots: np.ndarray  # [X, n], among the slots of the shard's part of the batch
-    starts: np.ndarray  # [X, n], response position of the first token that is appended
-    draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
-
-    def on_mesh(self) -> "Appended":
-        """Return them laid out over the mesh: every shard of the batch has its own."""
-        counts = (reshard(self.blocks), reshard(self.windows, None))
-        return Appended(*counts, *(reshard(x, "batch", None) for x in self[2:]))
+    def on_mesh(self) -> "AppendedBlock":
+        """Return it laid out over the mesh: every shard of the batch has its own rows."""
+        return AppendedBlock(*(reshard(x, "batch") for x in self))
 
 
 def pack_appended(
@@ -64,38 +57,36 @@ def pack_appended(
     starts: np.ndarray,
     lens: np.ndarray,
     draft_ends: np.ndarray,
-) -> Appended:
-    """Pack the rows that go on.
+) -> list[AppendedBlock]:
+    """Pack the rows that go on into blocks of NumPy arrays; those with most to append come first.
 
     shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. shard_slots,
-    starts, draft_ends: int [k], as in `Appended`. lens: int32 [k], response tokens of the rows now.
+    starts, draft_ends: int [k], as in `AppendedBlock`. lens: int32 [k], response tokens of the rows
+    now.
     """
-    block = buckets.block_rows
-    blocks = -(-buckets.sizes[0] // buckets.shards // block)
-    shape = (buckets.shards, blocks * block)
-    appended = Appended(
-        blocks=np.int32(0),
-        windows=np.zeros(blocks, np.int32),
-        shard_row_ids=np.full(shape, -1, np.int32),
-        shard_slots=np.full(shape, PADDING, np.int32),
-        starts=np.zeros(shape, np.int32),
-        draft_ends=np.zeros(shape, np.int32),
-    )
-    counts = np.maximum(lens, draft_ends) - starts
-    order = np.argsort(-counts, kind="stable")
-    for shard in range(buckets.shards):
-        own = order[row_ids[order] // shard_rows == shard]
-        here = (shard, slice(0, len(own)))
-        appended.shard_row_ids[here] = row_ids[own] % shard_rows
-        appended.shard_slots[here] = shard_slots[own]
-        appended.starts[here] = starts[own]
-        appended.draft_ends[here] = draft_ends[own]
-        most = -(-counts[own[::block]] // buckets.append_width)
-        np.maximum(appended.windows[: len(most)], most, out=appended.windows[: len(most)])
-    return appended._replace(blocks=np.int32(np.count_nonzero(appended.windows)))
+    order = np.argsort(starts - np.maximum(lens, draft_ends), kind="stable")
+    shard_of_row = row_ids[order] // shard_rows
+    own_rows = [order[shard_of_row == shard] for shard in range(buckets.shards)]
+    shape = (buckets.shards, buckets.block_rows)
+    blocks = []
+    for first in range(0, max(map(len, own_rows)), buckets.block_rows):
+        block = AppendedBlock(
+            shard_row_ids=np.full(shape, -1, np.int32),
+            shard_slots=np.full(shape, PADDING, np.int32),
+            starts=np.zeros(shape, np.int32),
+            draft_ends=np.zeros(shape, np.int32),
+        )
+        for shard, own in enumerate(own_rows):
+            picks = own[first : first + buckets.block_rows]
+            here = (shard, slice(0, len(picks)))
+            block.shard_row_ids[here] = row_ids[picks] % shard_rows
+            block.shard_slots[here] = shard_slots[picks]
+            block.starts[here] = starts[picks]
+            block.draft_ends[here] = draft_ends[picks]
+        blocks.append(AppendedBlock(*(x.reshape(-1) for x in block)))
+    return blocks
 
 
-@functools.partial(jax.jit, static_argnames="buckets", donate_argnames=("cache", "rows"))
 def append(
     spec: RolloutSpec,
     buckets: Buckets,
@@ -104,87 +95,113 @@ def append(
     rows: Rows,
     all_rows: Rows,
     drafts: Drafts | None,
-    appended: Appended,
-) -> tuple[KVCache, Rows, None, PrefillCounts, Array]:
-    """Return the running batch in which the rows of `appended` have gone on in their slots.
+    block: AppendedBlock,
+) -> tuple[KVCache, Rows, PrefillCounts, Array]:
+    """Return the running batch in which the rows of `block` have gone on in their slots.
 
-    Arguments and results: see `prefill`.
+    The program that runs the model knows a block alone, so that it is the same whatever the size of
+    the batch. Arguments and results: see `prefill`. The batch's arrays are donated.
     """
+    own = take_block(cache, block.shard_slots)
+    own, new_rows, counts = append_block(spec, buckets, weights, own, all_rows, drafts, block)
+    cache, rows, unfinished = put_block(cache, rows, own, new_rows, block.shard_slots)
+    return cache, rows, counts, unfinished
+
+
+@jax.jit
+def take_block(cache: KVCache, shard_slots: Array) -> KVCache:
+    """Return the block's rows of the batch's cache. shard_slots: of `AppendedBlock`."""
+
+    def local(cache: KVCache, shard_slots: Array) -> KVCache:
+        return take_own_rows(cache, jnp.minimum(shard_slots, cache[0][0].shape[0] - 1))
+
+    return on_shards(local, cache, reshard(shard_slots, "batch"), like=cache)
+
+
+@functools.partial(jax.jit, static_argnames="buckets", donate_argnames="own")
+def append_block(
+    spec: RolloutSpec,
+    buckets: Buckets,
+    weights: Params,
+    own: KVCache,
+    all_rows: Rows,
+    drafts: Drafts | None,
+    block: AppendedBlock,
+) -> tuple[KVCache, Rows, PrefillCounts]:
+    """Return the block's cache and rows once they have gone on. own: the block's cache before."""
     model = Transformer(spec.model, weights)
-    appended = appended.on_mesh()
-
-    def run_block(number: Array, state: tuple) -> tuple:
-        cache, rows, counts = state
-        block, starts = _take_block(appended, number, buckets)
-        old_rows = gather(all_rows, block.shard_row_ids)
-        texts = _texts(old_rows, drafts, block.shard_row_ids, buckets.cache_slots)
-        own = on_shards(_take_own_slots, cache, block.shard_slots, like=cache)
-        states, compute = _start_block(spec, weights, buckets, own, old_rows, texts, starts)
-        new_rows, states, read, decided = start_rows(
-            spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
-        )
-        cache = copy_rows(cache, states.own, block.shard_slots)
-        rows = put_rows(rows, new_rows, block.shard_slots)
-        width = states.windows * buckets.append_width
-        first = old_rows.prompt_lens + starts
-        ends = old_rows.prompt_lens + jnp.maximum(old_rows.lens, block.draft_ends)
-        fed_tokens = jnp.where(block.shard_row_ids >= 0, jnp.clip(ends - first, 0, width), 0)
-        new_counts = PrefillCounts(
-            computed=width * len(starts),
-            filled=jnp.sum(fed_tokens),
-            known=jnp.sum(jnp.clip(read[:, 0] - first, 0, fed_tokens)),
-            read=jnp.sum(jnp.clip(read[:, 1] - first, 0, fed_tokens)),
-            verified=decided[0],
-            accepted=decided[1],
-        )
-        return cache, rows, counts.plus(new_counts)
-
-    none = jnp.int32(0)
-    state = (cache, rows, PrefillCounts(*(none,) * 6))
-    cache, rows, counts = jax.lax.fori_loop(0, appended.blocks, run_block, state)
-    return cache, rows, None, counts, count_unfinished(rows)
-
-
-def append_inputs(shapes: RolloutShapes, size: int) -> tuple:
-    """Return the inputs of `append` for a batch of `size` slots."""
-    buckets = shapes.buckets
-    cache, rows = shapes.batch(size)
-    none = np.zeros(0, np.int32)
-    appended = pack_appended(
-        buckets, shapes.num_rows // buckets.shards, none, none, none, none, none
+    block = block.on_mesh()
+    starts = block.starts
+    old_rows = gather(all_rows, block.shard_row_ids)
+    texts = _texts(old_rows, drafts, block.shard_row_ids, buckets.cache_slots)
+    nodes = on_shards(_nodes_in_slots, texts, like=texts)
+    row_block = RowBlock(block.shard_row_ids, block.shard_slots, block.draft_ends, nodes)
+    states, compute = _start_block(spec, weights, buckets, own, old_rows, texts, starts)
+    new_rows, states, read, decided = start_rows(
+        spec, buckets.verify_width, model, compute, states, all_rows, drafts, row_block
     )
+    width = states.windows * buckets.append_width
+    first = old_rows.prompt_lens + starts
+    ends = old_rows.prompt_lens + jnp.maximum(old_rows.lens, block.draft_ends)
+    fed_tokens = jnp.where(block.shard_row_ids >= 0, jnp.clip(ends - first, 0, width), 0)
+    counts = PrefillCounts(
+        computed=width * len(starts),
+        filled=jnp.sum(fed_tokens),
+        known=jnp.sum(jnp.clip(read[:, 0] - first, 0, fed_tokens)),
+        read=jnp.sum(jnp.clip(read[:, 1] - first, 0, fed_tokens)),
+        verified=decided[0],
+        accepted=decided[1],
+    )
+    return states.own, new_rows, counts
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def put_block(
+    cache: KVCache, rows: Rows, own: KVCache, new_rows: Rows, shard_slots: Array
+) -> tuple[KVCache, Rows, Array]:
+    """Return the batch with the block's cache and rows, and what `count_unfinished` returns."""
+    shard_slots = reshard(shard_slots, "batch")
+    cache = copy_rows(cache, own, shard_slots)
+    rows = put_rows(rows, new_rows, shard_slots)
+    return cache, rows, count_unfinished(rows)
+
+
+def append_inputs(shapes: RolloutShapes) -> tuple:
+    """Return the inputs of `append_block`."""
+    own, _, block = _block_shapes(shapes)
     return (
         shapes.spec,
-        buckets,
+        shapes.buckets,
         shapes.weights,
-        cache,
-        rows,
+        own,
         shapes.all_rows,
         shapes.drafts,
-        abstract.on_host(appended),
+        block,
     )
 
 
-def _take_block(appended: Appended, number: Array, buckets: Buckets) -> tuple[RowBlock, Array]:
-    """Return the rows of a block, and the first response position to append of each, int32 [b]."""
-    size = buckets.block_rows
+def take_inputs(shapes: RolloutShapes, size: int) -> tuple:
+    """Return the inputs of `take_block` for a batch of `size` slots."""
+    cache, _ = shapes.batch(size)
+    return cache, _block_shapes(shapes)[2].shard_slots
 
-    def local(number, shard_row_ids, shard_slots, starts, draft_ends) -> tuple[RowBlock, Array]:
-        def cut(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x[0], number * size, size)
 
-        # The states of a row lie in the order of its slots.
-        nodes = jnp.arange(size * buckets.cache_slots, dtype=jnp.int32).reshape(
-            size, buckets.cache_slots
-        )
-        return RowBlock(cut(shard_row_ids), cut(shard_slots), cut(draft_ends), nodes), cut(starts)
+def put_inputs(shapes: RolloutShapes, size: int) -> tuple:
+    """Return the inputs of `put_block` for a batch of `size` slots."""
+    own, new_rows, block = _block_shapes(shapes)
+    return *shapes.batch(size), own, new_rows, block.shard_slots
 
-    row = axes("batch")
-    layouts = RowBlock(row, row, row, axes("batch", None)), row
-    take = jax.shard_map(local, out_specs=layouts, check_vma=False)
-    return take(
-        number, appended.shard_row_ids, appended.shard_slots, appended.starts, appended.draft_ends
-    )
+
+def _block_shapes(shapes: RolloutShapes) -> tuple[KVCache, Rows, AppendedBlock]:
+    """Return cache, rows and numbers of a block."""
+    count = shapes.buckets.block_rows * shapes.buckets.shards
+    numbers = AppendedBlock(*(np.zeros(count, np.int32),) * 4)
+    return *shapes.batch(count), abstract.on_host(numbers)
+
+
+def _nodes_in_slots(texts: Array) -> Array:
+    """Return `RowBlock.nodes` of texts [b, S] whose states lie in the order of their slots."""
+    return jnp.arange(texts.size, dtype=jnp.int32).reshape(texts.shape)
 
 
 class AppendedStates(NamedTuple):
@@ -253,10 +270,6 @@ def _start_block(
         return jax.lax.while_loop(lambda states: states.windows < windows, append_window, states)
 
     return AppendedStates(own, hidden, jnp.int32(0), routing), compute
-
-
-def _take_own_slots(cache: KVCache, shard_slots: Array) -> KVCache:
-    return take_own_rows(cache, jnp.minimum(shard_slots, cache[0][0].shape[0] - 1))
 
 
 def _texts(rows: Rows, drafts: Drafts | None, shard_row_ids: Array, slots: int) -> Array:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,11 @@ from specrl_jax.rollout.engine.all_rows import (
     start_rows,
     write_held,
 )
-from specrl_jax.rollout.engine.append import Appended, append, pack_appended
+from specrl_jax.rollout.engine.append import append, pack_appended
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.prefill import PrefillCounts, prefill
 from specrl_jax.rollout.engine.text_states import TextStates, blank_states
-from specrl_jax.rollout.engine.texts import PackedTexts, TextPaths, Texts, pack_texts
+from specrl_jax.rollout.engine.texts import TextPaths, Texts, pack_texts
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.rows import (
     PADDING,
@@ -214,7 +214,18 @@ class Runner:
         )
         packed = pack_texts(self.buckets, texts, self._text_paths)
         packed = packed._replace(before=self._text_states)
-        self._text_states, counts = self._run_prefill(prefill, packed)
+        start = time.perf_counter()
+        self.cache, self.rows, self._text_states, counts, unfinished = prefill(
+            self.spec,
+            self.buckets,
+            self.weights,
+            self.cache,
+            self.rows,
+            self.all_rows,
+            self.drafts,
+            packed,
+        )
+        counts = self._note_prefill(start, [counts], unfinished)
         distinct = {text[:n].tobytes() for text, n in zip(texts.tokens, known_lens)}
         new = sum(self._known_texts.add(np.frombuffer(text, np.int32)) for text in distinct)
         self.stats.repeated_tokens += int(counts.known) - new
@@ -233,7 +244,7 @@ class Runner:
         starts: int [k], response position of the first token that has no key in the row's slot.
         """
         self.unfinished_at_write_back = self.unfinished_all.sum() + len(row_ids)
-        appended = pack_appended(
+        blocks = pack_appended(
             self.buckets,
             self.shard_rows,
             row_ids,
@@ -242,24 +253,31 @@ class Runner:
             self.lens[row_ids],
             self.verify_ends[row_ids],
         )
-        self._run_prefill(append, appended)
-
-    def _run_prefill(
-        self, program: Callable, packed: PackedTexts | Appended
-    ) -> tuple[TextStates | None, PrefillCounts]:
-        """Run `prefill` or `append`, and note its cost; return the states, and the counts."""
         start = time.perf_counter()
-        self.cache, self.rows, states, counts, unfinished = program(
-            self.spec,
-            self.buckets,
-            self.weights,
-            self.cache,
-            self.rows,
-            self.all_rows,
-            self.drafts,
-            packed,
-        )
-        counts = self._fetch_counts(counts, unfinished)
+        counts = []
+        for block in blocks:
+            self.cache, self.rows, block_counts, unfinished = append(
+                self.spec,
+                self.buckets,
+                self.weights,
+                self.cache,
+                self.rows,
+                self.all_rows,
+                self.drafts,
+                block,
+            )
+            counts.append(block_counts)
+        self._note_prefill(start, counts, unfinished)
+
+    def _note_prefill(
+        self, start: float, parts: list[PrefillCounts], unfinished: Array
+    ) -> PrefillCounts:
+        """Note the cost of `prefill`, or of `append` for some blocks, and return the counts.
+
+        start: of `time.perf_counter`. parts: the counts of each call. unfinished: of the last.
+        """
+        parts = self._fetch_counts(parts, unfinished)
+        counts = PrefillCounts(*map(sum, zip(*parts)))
         self.draft_state_stale = True
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.prefilled_tokens += int(counts.computed)
@@ -268,7 +286,7 @@ class Runner:
         self.stats.read_tokens += int(counts.read)
         self.stats.verified_tokens += int(counts.verified)
         self.stats.accepted_tokens += int(counts.accepted)
-        return states, counts
+        return counts
 
     # Rows decode ----------------------------------------------------------------------------------
 
