@@ -99,8 +99,8 @@ def append(
 ) -> tuple[KVCache, Rows, PrefillCounts, Array]:
     """Return the running batch in which the rows of `block` have gone on in their slots.
 
-    The program that runs the model knows a block alone, so that it is the same whatever the size of
-    the batch. Arguments and results: see `prefill`. The batch's arrays are donated.
+    `append_block` alone runs the model. No shape in it depends on the size of the batch, so that it
+    compiles once. Arguments and results: see `prefill`. `cache` and `rows` are donated.
     """
     own = take_block(cache, block.shard_slots)
     own, new_rows, counts = append_block(spec, buckets, weights, own, all_rows, drafts, block)
