@@ -58,30 +58,7 @@ def start_rows(
     and verified and accepted draft tokens, int32 [2].
     """
     rows = gather(all_rows, block.shard_row_ids)
-    depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
-    slots = block.nodes.shape[1]
-    nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
-
-    def demand(states: Any, asked: Array, offset: Array, most: Array) -> Any:
-        """Compute the `asked` rows' tokens up to `offset` [b], as it may be up to `most` [b]."""
-        positions = jnp.arange(slots)[None, :]
-        asked &= block.shard_row_ids >= 0
-        maybe = asked[:, None] & (positions <= (depths + most)[:, None])
-        required = positions <= (depths + offset)[:, None]
-        return compute(states, jnp.where(maybe, block.nodes, -1), required)
-
-    def states_at(states: Any, offset: Array, count: int) -> Array:
-        """Return states [b, count, D]; the first gives the distribution of response token
-        `rows.lens + offset`."""
-        read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
-        return take_nodes(states.hidden, read)
-
-    def policy_after(
-        states: Any, offset: Array, count: int
-    ) -> TokenDistributions | FusedDistributions:
-        """Return the policy in these states."""
-        return policy_at(spec, rows, rows.lens + offset, model, states_at(states, offset, count))
-
+    texts = _BlockTexts(spec, model, compute, rows, block)
     accepted = jnp.zeros_like(rows.lens)
     draft_len = accepted
     residual = None
@@ -90,12 +67,12 @@ def start_rows(
         stored = _take_drafts(drafts, block.shard_row_ids, rows.lens, draft_slots)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
         accepted, residual, reused_tokens, states = _verify(
-            spec, verify_width, rows, stored, draft_len, (demand, policy_after), states
+            texts, verify_width, stored, draft_len, states
         )
     else:
-        states = demand(states, ~rows.done, accepted, accepted)
+        states = texts.compute_to(states, ~rows.done, accepted, accepted)
     weigh = None if residual is None else residual.weigh
-    new = policy_after(states, accepted, 1).sample(weigh)
+    new = texts.policy_after(states, accepted, 1).sample(weigh)
     if drafts is not None:
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     real = ~rows.done
@@ -106,17 +83,57 @@ def start_rows(
         rows = dataclasses.replace(rows, tokens=dataclasses.replace(rows.tokens, routing=routing))
     if spec.draft_head is not None:
         newest = jnp.maximum(count - 1, 0)
-        rows = dataclasses.replace(rows, last_state=states_at(states, newest, 1)[:, 0])
+        rows = dataclasses.replace(rows, last_state=texts.states_at(states, newest, 1)[:, 0])
     reused = jnp.minimum(accepted, count)
     rejected = (accepted < draft_len) & (count > accepted)
     counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])
     rows = dataclasses.replace(rows, prefix_lens=rows.prefix_lens + reused)
     read = jnp.where(
         real[:, None],
-        depths[:, None] + jnp.stack([jnp.ones_like(accepted), accepted + 1], axis=1),
+        texts.depths[:, None] + jnp.stack([jnp.ones_like(accepted), accepted + 1], axis=1),
         0,
     )
     return rows, states, read, jnp.sum(counts, axis=1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockTexts:
+    """Texts of a block's rows, whose states are computed as the rule asks for them."""
+
+    spec: RolloutSpec
+    model: Transformer
+    compute: Callable[[Any, Array, Array], Any]  # see `start_rows`
+    rows: Rows  # before they start
+    block: RowBlock
+
+    @property
+    def depths(self) -> Array:
+        """Depth of each row's last known token, int32 [b]."""
+        return self.rows.prompt_lens + self.rows.lens - 1
+
+    def compute_to(self, states: Any, asked: Array, offset: Array, most: Array) -> Any:
+        """Compute the `asked` rows' tokens up to `offset` [b]; it may compute up to `most` [b]."""
+        nodes = self.block.nodes
+        positions = jnp.arange(nodes.shape[1])[None, :]
+        asked &= self.block.shard_row_ids >= 0
+        maybe = asked[:, None] & (positions <= (self.depths + most)[:, None])
+        required = positions <= (self.depths + offset)[:, None]
+        return self.compute(states, jnp.where(maybe, nodes, -1), required)
+
+    def states_at(self, states: Any, offset: Array, count: int) -> Array:
+        """Return states [b, count, D]; the first gives the distribution of response token
+        `rows.lens + offset`."""
+        slots = self.block.nodes.shape[1]
+        nodes = jnp.pad(self.block.nodes, ((0, 0), (0, count)), constant_values=-1)
+        read = read_slots(nodes, jnp.minimum(self.depths + offset, slots), count)
+        return take_nodes(states.hidden, read)
+
+    def policy_after(
+        self, states: Any, offset: Array, count: int
+    ) -> TokenDistributions | FusedDistributions:
+        """Return the policy in these states."""
+        hidden = self.states_at(states, offset, count)
+        return policy_at(self.spec, self.rows, self.rows.lens + offset, self.model, hidden)
 
 
 def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -> Array:
@@ -146,23 +163,21 @@ def _take_drafts(drafts: Drafts, shard_row_ids: Array, lens: Array, slots: int) 
 
 
 def _verify(
-    spec: RolloutSpec,
+    texts: _BlockTexts,
     verify_width: int,
-    rows: Rows,
     stored: Tokens,
     draft_len: Array,
-    functions: tuple[Callable, Callable],
     states: Any,
 ) -> tuple[Array, Residual | None, Tokens, Any]:
     """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
 
     The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
 
-    stored: [b, W], the drafts of which `draft_len` [b] tokens count. functions: `demand` and
-    `policy_after` of `start_rows`. Returns the accepted tokens int32 [b], the residual, the columns
-    [b, W] that rows get for tokens that are accepted, and the states.
+    stored: the drafts [b, W]; the first `draft_len` [b] tokens count. Returns the accepted tokens
+    int32 [b], the residual, the columns [b, W] that rows get for accepted tokens, and the states.
     """
-    demand, policy_after = functions
+    spec = texts.spec
+    rows = texts.rows
     slots = stored.ids.shape[1]
 
     def draft_at(first: Array | int, count: int) -> DraftTokens:
@@ -175,7 +190,7 @@ def _verify(
         return DraftTokens(lens, jax.tree.map(cut, stored), noise)
 
     def look(states: Any, first: Array) -> tuple:
-        policy = policy_after(states, first, verify_width)
+        policy = texts.policy_after(states, first, verify_width)
         return spec.accept.look(draft_at(first, verify_width), policy)
 
     def zeros(x: jax.ShapeDtypeStruct, *sizes: int) -> Array:
@@ -192,7 +207,7 @@ def _verify(
         # With its last token a draft needs the state after it.
         after = first + verify_width
         offset = jnp.where(after >= draft_len, draft_len, after - 1)
-        states = demand(states, asked | ((first == 0) & ~rows.done), offset, draft_len)
+        states = texts.compute_to(states, asked | ((first == 0) & ~rows.done), offset, draft_len)
         new_kept, *new = jax.lax.cond(
             jnp.any(asked),
             look,
