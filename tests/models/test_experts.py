@@ -1,6 +1,7 @@
 """Mixtures of experts against plain loops and against transformers' gradients."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -88,6 +89,23 @@ def test_gradients_of_each_product_equal_those_of_all_experts(
     for got, expected in zip(gradients(product), gradients("_through_all"), strict=True):
         assert np.any(expected)
         np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_gradients_for_tpus_add_nothing_up_by_a_scatter(mesh, monkeypatch):
+    """XLA for TPUs would sort the places of each, in every layer."""
+    monkeypatch.setattr(experts, "_FEW_TOKENS", {"cpu": 0})
+    monkeypatch.setattr(experts, "_PRODUCTS", {"cpu": experts._through_runs})
+
+    def total(x, router, *parts):
+        _, weights, ids = experts.route(x, router, 2, norm=True)
+        return jnp.sum(experts.mix(jax.nn.silu, x, weights, ids, *parts))
+
+    shapes = [(8, 6), (6, 5), (5, 6, 4), (5, 6, 4), (5, 4, 6)]
+    arrays = [jnp.ones(shape) for shape in shapes]
+    jaxpr = str(jax.make_jaxpr(jax.grad(total, range(5)))(*arrays))
+    assert "ragged_dot" in jaxpr
+    assert re.search(r"i32\[\d+\] = scatter-add", jaxpr)  # how many tokens each expert has
+    assert not re.search(r"f32\[[\d,]*\] = scatter-add", jaxpr)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
