@@ -44,11 +44,12 @@ def route(
     layout = axes("batch", None)
     scores = jnp.einsum("MD,DE->ME", x_MD.astype(jnp.float32), router_DE, out_sharding=layout)
     probs_ME = jax.nn.softmax(scores, axis=-1)
-    weights_Mk, ids_Mk = jax.lax.top_k(probs_ME, chosen)
+    _, ids_Mk = jax.lax.top_k(probs_ME, chosen)
     if replayed_Mk is not None:
         ids_Mk = jnp.where(replayed_Mk > 0, replayed_Mk.astype(jnp.int32) - 1, ids_Mk)
-        chosen_MkE = jax.nn.one_hot(ids_Mk, probs_ME.shape[-1])
-        weights_Mk = jnp.sum(chosen_MkE * probs_ME[:, None], axis=-1)
+    # Without a gather, whose gradient XLA for TPUs would sort.
+    chosen_MkE = jax.nn.one_hot(ids_Mk, probs_ME.shape[-1])
+    weights_Mk = jnp.sum(chosen_MkE * probs_ME[:, None], axis=-1)
     if norm:
         weights_Mk = weights_Mk / jnp.sum(weights_Mk, axis=-1, keepdims=True)
     return probs_ME, weights_Mk, ids_Mk
@@ -91,15 +92,42 @@ def _through_all(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EF
 
 def _through_runs(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EFD) -> Array:
     """Return [M, D] by grouped products, which XLA has on TPU; elsewhere they cost E / k times."""
-    tokens, chosen = ids_Mk.shape
     order_C = jnp.argsort(ids_Mk.reshape(-1), stable=True)
+    slots_C = jnp.zeros_like(order_C).at[order_C].set(jnp.arange(ids_Mk.size), unique_indices=True)
+    slots_Mk = slots_C.reshape(ids_Mk.shape)
     sizes_E = jnp.bincount(ids_Mk.reshape(-1), length=gate_EDF.shape[0])
-    sorted_CD = x_MD[order_C // chosen]
+    sorted_CD = _spread(x_MD, order_C, slots_Mk)
     gate_CF = jax.lax.ragged_dot(sorted_CD, gate_EDF, sizes_E)
     up_CF = jax.lax.ragged_dot(sorted_CD, up_EDF, sizes_E)
     out_CD = jax.lax.ragged_dot(activation(gate_CF) * up_CF, down_EFD, sizes_E)
-    out_MkD = out_CD[jnp.argsort(order_C)].reshape(tokens, chosen, -1)
-    return jnp.sum(out_MkD * weights_Mk[..., None], axis=1)
+    return jnp.sum(_collect(out_CD, order_C, slots_Mk) * weights_Mk[..., None], axis=1)
+
+
+@jax.custom_vjp
+def _spread(x_MD: Array, order_C: Array, slots_Mk: Array) -> Array:
+    """Return the copies of tokens in the order of their experts, [C, D].
+
+    order: of each sorted copy, its number among all copies. slots: of each copy, where it is
+    sorted to. The gradients of this and of `_collect` are each other's gather: those of a gather by
+    itself would be added up by a scatter, which XLA for TPUs sorts.
+    """
+    return x_MD[order_C // slots_Mk.shape[1]]
+
+
+@jax.custom_vjp
+def _collect(sorted_CD: Array, order_C: Array, slots_Mk: Array) -> Array:
+    """Return the copies of each token, [M, k, D], of sorted ones; arguments as of `_spread`."""
+    return sorted_CD[slots_Mk]
+
+
+_spread.defvjp(
+    lambda x_MD, *places: (_spread(x_MD, *places), places),
+    lambda places, grad_CD: (jnp.sum(_collect(grad_CD, *places), axis=1), None, None),
+)
+_collect.defvjp(
+    lambda sorted_CD, *places: (_collect(sorted_CD, *places), places),
+    lambda places, grad_MkD: (grad_MkD.reshape(-1, grad_MkD.shape[-1])[places[0]], None, None),
+)
 
 
 def _through_blocks(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EFD) -> Array:

@@ -1,6 +1,7 @@
 """Mixtures of experts against plain loops and against transformers' gradients."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -52,6 +53,59 @@ def test_experts_equal_a_loop_over_tokens(make_mesh, monkeypatch, product):
                 mix = jax.jit(functools.partial(experts.mix, jax.nn.silu))
                 mixed = mix(*rows, *parts, put(down, None, "mlp", None))
             np.testing.assert_allclose(np.asarray(mixed), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("product", ["_through_runs", "_through_blocks"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_gradients_of_each_product_equal_those_of_all_experts(
+    make_mesh, monkeypatch, product, shape
+):
+    """Of tokens, their weights and the experts; one expert gets no token, one gets half of all."""
+    monkeypatch.setattr(experts, "_BLOCKS", (2, 4))
+    rng = np.random.default_rng(1)
+    x, direction = rng.normal(size=(2, 8, 6)).astype(np.float32)
+    gate, up = rng.normal(size=(2, 5, 6, 4)).astype(np.float32)
+    down = rng.normal(size=(5, 4, 6)).astype(np.float32)
+    weights = rng.uniform(size=(8, 2)).astype(np.float32)
+    ids = np.stack([rng.permutation([0, n % 3 + 1]) for n in range(8)]).astype(np.int32)
+
+    def gradients(name: str) -> tuple:
+        few = {"cpu": 8 if name == "_through_all" else 0}
+        monkeypatch.setattr(experts, "_FEW_TOKENS", few)
+        monkeypatch.setattr(experts, "_PRODUCTS", {"cpu": getattr(experts, name)})
+
+        with jax.set_mesh(make_mesh(*shape)):
+            rows = [put(a, "batch", None) for a in (x, weights)]
+            chosen, toward = (put(a, "batch", None) for a in (ids, direction))
+
+            def total(x, weights, *parts):
+                mixed = experts.mix(jax.nn.silu, x, weights, chosen, *parts)
+                return jnp.sum(mixed * toward)
+
+            parts = [put(gate, None, None, "mlp"), put(up, None, None, "mlp")]
+            parts.append(put(down, None, "mlp", None))
+            return jax.device_get(jax.jit(jax.grad(total, range(5)))(*rows, *parts))
+
+    for got, expected in zip(gradients(product), gradients("_through_all"), strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_gradients_for_tpus_add_nothing_up_by_a_scatter(mesh, monkeypatch):
+    """XLA for TPUs would sort the places of each, in every layer."""
+    monkeypatch.setattr(experts, "_FEW_TOKENS", {"cpu": 0})
+    monkeypatch.setattr(experts, "_PRODUCTS", {"cpu": experts._through_runs})
+
+    def total(x, router, *parts):
+        _, weights, ids = experts.route(x, router, 2, norm=True)
+        return jnp.sum(experts.mix(jax.nn.silu, x, weights, ids, *parts))
+
+    shapes = [(8, 6), (6, 5), (5, 6, 4), (5, 6, 4), (5, 4, 6)]
+    arrays = [jnp.ones(shape) for shape in shapes]
+    jaxpr = str(jax.make_jaxpr(jax.grad(total, range(5)))(*arrays))
+    assert "ragged_dot" in jaxpr
+    assert re.search(r"i32\[\d+\] = scatter-add", jaxpr)  # how many tokens each expert has
+    assert not re.search(r"f32\[[\d,]*\] = scatter-add", jaxpr)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
