@@ -61,7 +61,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
         small_runs.interrupt(MetricsLog, "write", 4, signal.SIGTERM)
         loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     out = capsys.readouterr().out
-    assert "SIGTERM, saved at step 4 of 8; run the same command to go on" in out
+    assert "SIGTERM, saved at step 4 of 8; run the same command to resume" in out
     assert records(workdir) == records(finished)[:5]
     jax.clear_caches()  # as in a new process
     runtime.compile_metrics()  # from here on

@@ -34,7 +34,7 @@ _WARNING = re.compile(r"^warning: .*", re.MULTILINE)
 _STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
 # What a run that a signal ended says last; it exits with 0, as it saved all it had.
 _STOPPED_AT = re.compile(r"SIG\w+, saved at step \d+ of \d+")
-_STOPPED = re.compile(rf"({_STOPPED_AT.pattern}); run the same command to go on")
+_STOPPED = re.compile(rf"({_STOPPED_AT.pattern}); run the same command to resume")
 _ENDED = re.compile(r"^ended with -?\d+: ")
 # What a run says that ended as a number was not finite.
 _DIVERGED = re.compile(r"(step \d+|warm-up): [^;]* is (-?inf|nan)\b[^;]*")

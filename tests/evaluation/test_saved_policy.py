@@ -332,7 +332,7 @@ def test_a_task_that_does_not_fit_leaves_the_others(main, run, tmp_path):
     letters, path = tmp_path / "letters.jsonl", tmp_path / "figures.json"
     letters.write_text(json.dumps({"question": "abc", "answer": "1"}))
     tasks = f"--tasks={letters},held_out"
-    with pytest.raises(ValueError, match=rf"^no figures of {letters}: tokenizer\.alphabet"):
+    with pytest.raises(ValueError, match=rf"^no results for {letters}: tokenizer\.alphabet"):
         main("evaluate", f"--run={run}", tasks, "--samples=0", f"--json={path}")
     rows = json.loads(path.read_text())["cases"]
     assert {row["task"] for row in rows} == {"held_out"}
@@ -435,7 +435,7 @@ MISTAKES = [
     ("generate --run=RUN b>", "the prompt must be text of the tokenizer: tokenizer.alphabet must"),
     ("generate --run=RUN 1> --temperature=-1", "evaluate.temperature must be 0 (greedy) or in"),
     ("generate --model=/nowhere 1>", "--model must be an existing directory or file"),
-    ("generate --run=RUN 1> --answer=1", "--answer must be left out without an environment, or"),
+    ("generate --run=RUN 1> --answer=1", "--answer must be left out without an environment (or"),
     ("evaluate --run=RUN --tasks=x", "--tasks must be held_out, FILE.jsonl, FILE.parquet, "),
     ("evaluate --run=RUN --tasks=x.jsonl", "--tasks must be an existing file or directory"),
     ("evaluate --run=RUN --tasks=sort:max_value=x", "an option is NAME=VALUE, got 'max_value=x'"),

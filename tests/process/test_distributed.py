@@ -136,7 +136,7 @@ def test_a_stop_signal_to_one_process_stops_both_and_the_run_goes_on(finished, t
     workdir = tmp_path / "run"
     (code, out, _), (other, *_) = _run(tmp_path, workdir, "", "term 2", flags=PLAIN)
     assert (code, other) == (0, 0)
-    assert "SIGTERM, saved at step 2 of 4; run the same command to go on" in out
+    assert "SIGTERM, saved at step 2 of 4; run the same command to resume" in out
     again = shutil.copytree(workdir, tmp_path / "again")
     (code, out, _), _ = _run(tmp_path, workdir, "", "", flags=PLAIN)
     assert code == 0

@@ -51,7 +51,7 @@ if lenience == 2 and starts == 1:
     sys.exit("some warning\\nerror: no such data")
 if lenience == 4 and starts == 1:
     def stop(*_):
-        print("w: SIGTERM, saved at step 1 of 2; run the same command to go on\\nreport: r")
+        print("w: SIGTERM, saved at step 1 of 2; run the same command to resume\\nreport: r")
         sys.exit()
     signal.signal(signal.SIGTERM, stop)
     (workdir / "waits").touch()
@@ -168,8 +168,8 @@ def test_a_configuration_brings_its_sweep(monkeypatch, tmp_path):
         (["--case=a: b.py c.py"], "--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got 'a: b.py"),
         (["--sweep=rollout.draft"], "--sweep must be FIELD=VALUE,VALUE,..., got 'rollout.draft'"),
         (["--sweep=a.b=1", "--sweep=a.b=2"], "--sweep must not name a field twice, got a.b, a.b"),
-        (["--sweep=a.b=1", "--seeds=x"], "--seeds must be a number >= 1 or a list as 0,1, got 'x'"),
-        (["--sweep=a.b=1", "--seeds=0"], "--seeds must be a number >= 1 or a list as 0,1, got '0'"),
+        (["--sweep=a.b=1", "--seeds=x"], "--seeds must be N >= 1 or a list like 0,1, got 'x'"),
+        (["--sweep=a.b=1", "--seeds=0"], "--seeds must be N >= 1 or a list like 0,1, got '0'"),
         (["--sweep=a.b=1", "--seed=3"], "unknown arguments: --seed=3, did you mean --seeds?"),
         (["--sweep=seed=1,2"], "seed must not be swept; give --seeds instead"),
         (["--config.seed=3"], "--config.seed must not be given; give --seeds instead"),

@@ -168,7 +168,7 @@ def test_strings_of_a_configuration():
     assert make_stop_strings(config, tokenizer) is stop  # programs hold it: they compile once
     assert make_stop_strings(ConfigDict({"rollout": {"stop": ""}}), tokenizer) is None
     config.rollout.stop = "ab ada"
-    with pytest.raises(ValueError, match="got 'ada': no tokens go on with 'da'"):
+    with pytest.raises(ValueError, match="got 'ada': no tokens produce 'da'"):
         make_stop_strings(config, tokenizer)
 
 

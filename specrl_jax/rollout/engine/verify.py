@@ -1,8 +1,8 @@
-"""Verification of drafts: which tokens rows that start, or continue, keep of their drafts.
+"""Verification of drafts: how much of their drafts rows keep when they start or continue.
 
-The states of a row's prompt, own tokens and draft are computed, or asked for piece by piece
+The states of a row's prompt, own tokens and draft are computed whole, or piece by piece as needed
 (`text_states.py`). The acceptance rule looks at the draft tokens from left to right, then decides.
-The row gets the accepted tokens and the one that is sampled after them.
+The row gets the accepted tokens and one sampled after them.
 """
 
 import dataclasses
@@ -47,15 +47,15 @@ def start_rows(
     drafts: Drafts | None,
     block: RowBlock,
 ) -> tuple[Rows, Any, Array, Array]:
-    """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
+    """Start the block's rows with the accepted tokens of their drafts and one sampled token.
 
     states: of the rows' texts; its `hidden` is [m, T, D], and `block.nodes` are slots in it.
-    compute: gives the states with more that are known, of states, nodes int32 [b, S] that may be
-    computed, -1: none, and bool [b, S], those of them that must be. verify_width: draft tokens of a
-    row that are decided together.
+    compute: maps states, nodes int32 [b, S] that may be computed (-1: none) and bool [b, S], those
+    that must be, to states with more known slots. verify_width: draft tokens of a row that are
+    verified together.
 
-    Returns the rows, the states, the known tokens of each text and all that were read int32 [b, 2],
-    and verified and accepted draft tokens, int32 [2].
+    Returns the rows, the states, the known and the read tokens of each text int32 [b, 2], and
+    verified and accepted draft tokens, int32 [2].
     """
     rows = gather(all_rows, block.shard_row_ids)
     depths = rows.prompt_lens + rows.lens - 1  # depth of each row's last known token
@@ -63,7 +63,7 @@ def start_rows(
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
 
     def demand(states: Any, asked: Array, offset: Array, most: Array) -> Any:
-        """Compute the `asked` rows' tokens up to `offset` [b], as it may be up to `most` [b]."""
+        """Compute the `asked` rows' tokens up to `offset` [b], which may grow to `most` [b]."""
         positions = jnp.arange(slots)[None, :]
         asked &= block.shard_row_ids >= 0
         maybe = asked[:, None] & (positions <= (depths + most)[:, None])
@@ -79,7 +79,7 @@ def start_rows(
     def policy_after(
         states: Any, offset: Array, count: int
     ) -> TokenDistributions | FusedDistributions:
-        """Return the policy in these states."""
+        """Return the policy at these states."""
         return policy_at(spec, rows, rows.lens + offset, model, states_at(states, offset, count))
 
     accepted = jnp.zeros_like(rows.lens)
@@ -120,9 +120,9 @@ def start_rows(
 
 
 def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -> Array:
-    """Return `Tokens.routing` [b, C, L, k] of rows that start, where they have none from `routing`.
+    """Return `Tokens.routing` [b, C, L, k] of rows that start, filled in from `routing`.
 
-    rows: before they start: tokens that they hold keep the experts that chose them, if known.
+    rows: before they start: tokens they already have keep the experts that chose them, if known.
     routing: of `TextStates`. nodes: of `RowBlock`.
     """
     held = rows.tokens.routing
@@ -154,13 +154,13 @@ def _verify(
     functions: tuple[Callable, Callable],
     states: Any,
 ) -> tuple[Array, Residual | None, Tokens, Any]:
-    """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
+    """Return how many draft tokens the rule accepts, verifying `verify_width` at a time.
 
-    The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
+    The rule looks at a draft until it rejects a token or reaches the draft's end. Then it decides.
 
-    stored: [b, W], the drafts of which `draft_len` [b] tokens count. functions: `demand` and
+    stored: [b, W], the drafts; the first `draft_len` [b] tokens are valid. functions: `demand` and
     `policy_after` of `start_rows`. Returns the accepted tokens int32 [b], the residual, the columns
-    [b, W] that rows get for tokens that are accepted, and the states.
+    [b, W] to store for accepted tokens, and the states.
     """
     demand, policy_after = functions
     slots = stored.ids.shape[1]
@@ -189,7 +189,7 @@ def _verify(
     def step(state: tuple) -> tuple:
         first, num_kept, looked, states = state
         asked = goes_on(state)
-        # With its last token a draft needs the state after it.
+        # For its last token a draft needs the state after it.
         after = first + verify_width
         offset = jnp.where(after >= draft_len, draft_len, after - 1)
         states = demand(states, asked | ((first == 0) & ~rows.done), offset, draft_len)
@@ -208,7 +208,7 @@ def _verify(
     shapes = jax.eval_shape(look, states, jnp.int32(0))
     looked = jax.tree.map(lambda x: zeros(x, slots), list(shapes[1:]))
     state = (jnp.int32(0), jnp.zeros_like(draft_len), looked, states)
-    # A step at least: it computes prompts.
+    # At least one step: it computes the prompts.
     state = jax.lax.while_loop(lambda x: (x[0] == 0) | jnp.any(goes_on(x)), step, state)
     _, num_kept, (reused_tokens, evidence), states = state
     accepted, residual = spec.accept.decide(draft_at(0, slots), num_kept, reused_tokens, evidence)
