@@ -45,7 +45,7 @@ def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_pat
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, ended.arrays(), ended.host())
         begun = building.resume(again, others, checkpoints, 3)
-    assert "no reference of the KL penalty: it is made again" in capsys.readouterr().out
+    assert "no reference for the KL penalty: it is recreated" in capsys.readouterr().out
     arrays = {"train": begun.policy_state.modules, "reference": begun.reference.arrays()}
     for name, x in checkpoint._by_name(arrays).items():
         np.testing.assert_array_equal(x, saved(finished, 3)[name], strict=True)

@@ -98,7 +98,7 @@ EVALUATED = ALL_ROWS | {
 
 def test_a_reward_that_scores_nothing_is_told_before_anything_compiles(tmp_path, make_mesh):
     config = small_config({"reward.name": "small_runs:never", "reward.extract": ""})
-    error = r"^reward.name must score responses, small_runs:never scores neither .* 'column'$"
+    error = r"^reward.name must score responses; small_runs:never scores neither .* 'column'$"
     with jax.set_mesh(make_mesh(1, 1, 1)), pytest.raises(ValueError, match=error):
         loop.train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
@@ -251,11 +251,11 @@ def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
 @pytest.mark.parametrize(
     ("name", "is_file", "rule"),
     [
-        ("", True, "a folder, it is a file"),
-        ("rollouts", True, "a folder, it is a file"),
-        ("checkpoints", True, "a folder, it is a file"),
-        ("config.json", False, "a file, it is a folder"),
-        ("reward_failures.jsonl", False, "a file, it is a folder"),
+        ("", True, "a folder, but is a file"),
+        ("rollouts", True, "a folder, but is a file"),
+        ("checkpoints", True, "a folder, but is a file"),
+        ("config.json", False, "a file, but is a folder"),
+        ("reward_failures.jsonl", False, "a file, but is a folder"),
     ],
 )
 def test_what_is_in_the_way_is_told_before_anything_is_loaded(tmp_path, name, is_file, rule):

@@ -239,7 +239,7 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
     [
         ("", "done"),
         ("ended with 2: step 12: policy: loss is nan, 2 updates in a row; lower updates.learning_r"
-         "ate, now 1.0; go on from a checkpoint (0, 8) in a new --workdir; see output.txt",
+         "ate, now 1.0; resume from a checkpoint (0, 8) in a new --workdir; see output.txt",
          "diverged at step 12: policy: loss is nan, 2 updates in a row"),
         ("ended with 2: warm-up: loss is inf by step 4; lower sft.learning_rate; see o",
          "diverged at warm-up: loss is inf by step 4"),

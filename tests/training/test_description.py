@@ -15,7 +15,7 @@ def lines(changes, preset="grpo"):
     return list(cautions(run.config, run.rollout_spec, run.total_steps))
 
 
-ONE_TOKEN = " leaves one token at every place: the responses of a group are all alike; set it to "
+ONE_TOKEN = " leaves one token at each position, so a group's responses are identical; set it to "
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
     (line,) = re.findall("warning: the learning rate.*", capsys.readouterr().out)
     last = 1e-3 / (4 * per_step)
     assert line == (
-        f"warning: the learning rate goes from {last:.3g} in the last update to 0.0005 in the "
+        f"warning: the learning rate jumps from {last:.3g} in the last update to 0.0005 in the "
         "next, not to 0 as planned: updates.lr_schedule = linear now spans 8 steps"
     )
     steady = changes | {"updates.lr_schedule": "constant", "train.steps": 1}
