@@ -187,7 +187,7 @@ def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
         busy = names
     assert stream.given == 32
     assert len(stream.next().examples) == 3
-    with pytest.raises(ValueError, match=">= 13, the prompts that are under way at once, got 12"):
+    with pytest.raises(ValueError, match=">= 13, the prompts in progress at a time, got 12"):
         stream.take(9, busy=busy)
 
 

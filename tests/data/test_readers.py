@@ -99,7 +99,7 @@ def test_a_split_without_rows_is_one_line(tmp_path, source):
     with pytest.raises(ValueError, match=r"^data\.eval_split must hold at least one .*'test'$"):
         load_examples(config(**settings, eval_split="test"))
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"^data\.path must hold at least one row, got '/"):
+    with pytest.raises(ValueError, match=r"^data\.path must have at least one row, got '/"):
         load_examples(config(**settings))
 
 
@@ -159,5 +159,5 @@ def test_an_evaluation_file_is_of_any_format(tmp_path):
 )
 def test_a_file_of_another_kind_says_how_to_make_jsonl_of_it(tmp_path, name, content, rule):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"must be JSONL, an object on each line, {rule}"):
+    with pytest.raises(ValueError, match=rf"must be JSONL, one object per line, {rule}"):
         readers._read_jsonl([tmp_path / name])

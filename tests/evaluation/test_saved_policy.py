@@ -441,7 +441,7 @@ MISTAKES = [
     ("evaluate --run=RUN --tasks=sort:max_value=x", "an option is NAME=VALUE, got 'max_value=x'"),
     ("evaluate --run=RUN --tasks=sort:digits=3", "data.options.digits must be one of min_numbers"),
     ("evaluate --run=RUN --tasks=reasoning_gym:chain_sun", "did you mean chain_sum?"),
-    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must hold every"),
+    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must include every"),
     ("evaluate --model=RUN", "--tasks must be given with --model"),
     ("evaluate --run=RUN --config.rollout.lense=1", "rollout.lense is not a field of the config"),
     ("evaluate --run=RUN --sample=1", "unknown arguments: --sample=1, did you mean --samples?"),
