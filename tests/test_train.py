@@ -125,7 +125,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(
 def test_every_metric_of_every_step_once(run):
     workdir = run(EVALUATED)
     output = workdir.with_name("output.txt").read_text()
-    assert "algorithm.keep_sampling_mask=True makes them" in output
+    assert "algorithm.keep_sampling_mask=True restricts them" in output
     lines = records(workdir, times=True)
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]

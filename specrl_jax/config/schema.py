@@ -176,8 +176,8 @@ class Schema:
         ]
         if differs:
             raise ValueError(
-                f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with "
-                "that version, or start a new run"
+                f"{where} is of another version of specrl_jax: {', '.join(differs)}; continue "
+                "with that version, or start a new run"
             )
 
     def check_mesh(self, config: ConfigDict, mesh: Any, rollout_mesh: Any = None) -> None:

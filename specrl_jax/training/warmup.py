@@ -75,7 +75,7 @@ def warm_up(
         )
     if not pairs:
         raise ValueError(
-            f"rollout.response_len must be long enough for the demonstrations, got {response_len}"
+            f"rollout.response_len must fit the demonstrations' answers, got {response_len}"
         )
     rate = settings.mistake_rate
     flawed = f", {rate:.0%} of their digits wrong" if rate else ""

@@ -26,7 +26,7 @@ GUESSES = [
 LIMITS = {"timeout": 60, "memory_mib": 512, "workers": 1}
 FAULTS = [
     ("x", "RuntimeError: invalid literal for int() with base 10: 'x'"),  # of the environment
-    ("again", "ValueError: an episode must be one conversation, another one begins"),
+    ("again", "ValueError: an episode must be one conversation, another one starts"),
 ]
 
 

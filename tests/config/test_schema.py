@@ -88,7 +88,7 @@ def test_names_that_are_no_field_any_more():
     line = line_of(schema.check_version, known - {"lamp.size"} | {"light.size", "gone"}, "x.json")
     assert line == (
         "x.json is of another version of specrl_jax: lamp.size came later, gone is no field any "
-        "more, light.size is lamp.size now; go on with that version, or start a new run"
+        "more, light.size is lamp.size now; continue with that version, or start a new run"
     )
 
 

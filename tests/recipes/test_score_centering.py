@@ -453,7 +453,7 @@ def test_a_resumed_run_is_the_same_run(mesh, tmp_path, monkeypatch):
     [
         ({"updates.old_logprobs": "recompute"},
          "updates.old_logprobs must be rollout or current where score_centering.top_k is > 0 "
-         "(π_old is known of the sampled token alone), got 'recompute'"),
+         "(π_old is known only for the sampled token), got 'recompute'"),
         ({"algorithm.ratio": "sequence"},
          "algorithm.ratio must be token where score_centering.top_k is > 0 (a response's ratio is "
          "not one of its tokens'), got 'sequence'"),

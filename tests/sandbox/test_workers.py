@@ -255,7 +255,7 @@ def test_exact_extract_and_threshold():
             (
                 {"name": f"user_scorers:{name}"},
                 rf"\(response, answer, task, metadata\).*{name}': it takes \({takes}.*; call it "
-                r"from def score\(response, answer, \*\*_\), as f.*\[0\] where it takes lists$",
+                r"from def score\(response, answer, \*\*_\), as f.*\[0\] if it takes lists$",
             )
             for name, takes in (
                 ("of_another_project", "data_source"),

@@ -41,11 +41,11 @@ def test_a_ramp_that_takes_the_whole_run(mesh):
     for warmup, share in ((count, 1.0), (2 * count, 0.5)):
         (line,) = lines(rate | {ramp: warmup})
         assert line == (
-            f"updates.lr_warmup_steps = {warmup} takes all {count} updates of the policy: its "
+            f"updates.lr_warmup_steps = {warmup} covers all {count} updates of the policy: its "
             f"learning rate ends at {share * 1e-3:.3g} of 0.001; lower it"
         )
     (line,) = lines({"critic.lr_warmup_steps": 99}, "ppo")
-    assert line.startswith("critic.lr_warmup_steps = 99 takes all ")
+    assert line.startswith("critic.lr_warmup_steps = 99 covers all ")
 
 
 def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):

@@ -253,12 +253,12 @@ def test_the_start_says_what_a_user_would_not_expect(capsys):
         lines[stop] = capsys.readouterr().out
     assert lines["</b>;"] == lines[";"] == ""
     line = (
-        "environment: own_environments:Calls has tools, and no text of rollout.stop ends a turn "
-        "at ;: a turn goes on after a call; set --config.rollout.stop=';'\n"
+        "environment: own_environments:Calls has tools, but no text of rollout.stop ends a turn "
+        "at ;: a turn continues after a call; set --config.rollout.stop=';'\n"
     )
     assert [lines[stop] for stop in ("", "</answer>")] == [line, line]
     assert lines["AtTheEnd"] == (
-        "environment: own_environments:AtTheEnd pays at the end of an episode and does not say "
-        "what it is worth before: one that environment.max_turns or rollout.response_len ends has "
+        "environment: own_environments:AtTheEnd pays at the end of an episode and cannot "
+        "score it earlier: one that environment.max_turns or rollout.response_len ends has "
         "no reward\n"
     )

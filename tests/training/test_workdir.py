@@ -55,7 +55,7 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     del older["critic"]
     save_run_config(tmp_path, older)
     message = r"of another version of specrl_jax: critic.clip came later, critic.coef came later, "
-    with pytest.raises(ValueError, match=f"{message}[^\n]*; go on with that version, or begin"):
+    with pytest.raises(ValueError, match=f"{message}[^\n]*; continue with that version, or start"):
         check_run_config(tmp_path, small_config())
     save_run_config(tmp_path, small_config({"updates.skip_nonfinite": 3}))
     assert check_run_config(tmp_path, small_config(), ignore=("updates",))
