@@ -128,7 +128,7 @@ def test_training(run, monkeypatch):
     assert previous["over_plain"] == pytest.approx(plain["step"] / previous["step"])
     assert plain["start_to_first_step"] >= plain["build"] + plain["compile"] + plain["first_step"]
     assert wrong["note"].startswith("KeyError")
-    assert "memory: the compiler says 0.0" in text
+    assert "memory: the compiler reports 0.0" in text
 
 
 def test_host(run, monkeypatch):
@@ -136,7 +136,7 @@ def test_host(run, monkeypatch):
     monkeypatch.setattr(host, "ROWS", 32)
     code, cases, text = run("host")
     assert code == 0
-    names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they begin"]
+    names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they start"]
     fills = [f"slots of rows that start: {name}" for name in host.FILLS]
     assert [case["part"] for case in cases] == names + fills
     for case in cases[: len(names)]:

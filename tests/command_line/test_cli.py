@@ -17,7 +17,7 @@ from specrl_jax.rewards.scorers import load_scorer
 CONFIG = "--config=configs/grpo.py"
 # arguments of launch/train.py → the line after "error: "
 MISTAKES = {
-    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
+    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help lists "
     "its presets and fields",
     (CONFIG, "--workdirr=x"): "unknown flag --workdirr, did you mean --workdir?",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
@@ -218,7 +218,7 @@ def test_a_saved_configuration_is_read_again(tmp_path):
     for text, line in {
         "[]": "must be a JSON object, got []",
         "{": "must be JSON: JSONDecodeError",
-        '{"seed": 0}': "is of another version of specrl_jax",
+        '{"seed": 0}': "is from another version of specrl_jax",
     }.items():
         file.write_text(text)
         assert line in line_of(cli.read_config, [f"--config={file}"])

@@ -347,7 +347,7 @@ def test_a_generator_gives_what_the_run_has_not_seen():
     assert not {example.prompt for example in task.examples} & seen
     config.sft.steps = config.sft.examples = 6
     line = line_of(eval_tasks.load_task, "sort", config, 0, lambda config: config)
-    assert line == "--tasks: sort must hold at least one question that the run has not seen"
+    assert line == "--tasks: sort must have at least one question that the run has not seen"
     other = eval_tasks.load_task("sort:min_value=8", config, 2, lambda config: config)
     assert {*"".join(example.prompt for example in other.examples)} <= {*"89 <>"}
 
@@ -466,7 +466,7 @@ def test_a_run_without_a_checkpoint_or_a_held_out_reward(main, tmp_path, make_me
     config = small_config({"train.steps": 1})
     config_file = tmp_path / "config.json"
     config_file.write_text(json.dumps(config.to_dict()))
-    with pytest.raises(ValueError, match=r"holds no checkpoint; train it first$"):
+    with pytest.raises(ValueError, match=r"has no checkpoint; train it first$"):
         _open(tmp_path)
     config_file.unlink()
     train.train(config, tmp_path)

@@ -110,7 +110,7 @@ def test_an_idle_accelerator_is_one_line(machine, monkeypatch, capsys, caplog):
     for _ in range(2):
         assert [device.platform for device in runtime.all_devices(machine)] == ["cpu"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"CPU: JAX's CUDA plugin is not installed; {COMMAND} mends it" in line
+    assert f"CPU: JAX's CUDA plugin is not installed; {COMMAND} fixes it" in line
     assert caplog.records == []
 
 
@@ -145,7 +145,7 @@ def test_a_plugin_of_another_version_that_is_used_is_told(machine, monkeypatch, 
     runtime.all_devices(machine)
     assert capsys.readouterr().err.splitlines() == [
         "warning: jax-cuda12-plugin is 0.10.1, jaxlib 0.10.2, which must be equal; "
-        "pip install 'jax[cuda]==0.10.2' mends it"
+        "pip install 'jax[cuda]==0.10.2' fixes it"
     ]
 
 
@@ -160,7 +160,7 @@ def test_devices_that_do_not_start_are_one_line(machine, monkeypatch):
     monkeypatch.setattr(jax, "devices", fail)
     line = small_runs.line_of(runtime.all_devices, machine)
     reason = "JAX's CUDA plugin is not installed"
-    assert line == f"JAX cannot start its devices: {reason}; {COMMAND} may mend it"
+    assert line == f"JAX cannot start its devices: {reason}; {COMMAND} may fix it"
     line = small_runs.line_of(runtime.all_devices, machine / "empty")
     assert line == "JAX cannot start its devices: Unable to load CUDA. Is it installed?"
 

@@ -29,7 +29,7 @@ def test_the_headline_by_hand(tmp_path):
     assert figures["rollout speed-up over its first epoch"][0] == "2.00×"
     assert figures["whole-step speed-up over its first epoch"][0] == "1.33×"
     assert figures["tokens generated"][0] == "1,500"
-    assert figures["seconds of all steps, compilation too"][0] == "31"
+    assert figures["seconds of all steps, including compilation"][0] == "31"
 
 
 def test_no_speed_up_without_a_plain_first_epoch(tmp_path):
@@ -64,7 +64,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     overview = report_charts.overview_charts(one)
     metrics = report_charts.metric_charts(one)
     assert [chart["title"] for chart in overview] == [
-        "Reward", "Seconds of a step", "Tokens of the responses", "Reward against seconds",
+        "Reward", "Seconds per step", "Tokens of the responses", "Reward against seconds",
         "Reward against generated tokens",
     ]  # fmt: skip
     reward, seconds, *_ = overview
@@ -183,7 +183,7 @@ def test_a_failure_is_one_warning(tmp_path):
     page.refresh()
     page.close()
     assert len(warnings) == 1
-    assert "training goes on: " in warnings[0]
+    assert "training continues: " in warnings[0]
     assert "\n" not in warnings[0]
     report_page.ReportWriter(tmp_path, False, warnings.append).close()
     assert list(tmp_path.iterdir()) == []

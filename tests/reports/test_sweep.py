@@ -156,7 +156,7 @@ def test_a_configuration_brings_its_sweep(monkeypatch, tmp_path):
     file.write_text(head + "def get_hyper():\n  return [{'config.rollout.draft': 'tree'}]\n")
     assert sweep.config_sweep(str(file)) == [{"rollout.draft": "tree"}]
     file.write_text(head + "def get_hyper(h):\n  return {'rollout.draft': 'tree'}\n")
-    with pytest.raises(ValueError, match=r"^get_hyper of .* must give a list of dicts"):
+    with pytest.raises(ValueError, match=r"^get_hyper of .* must return a list of dicts"):
         sweep.config_sweep(str(file))
 
 
@@ -311,7 +311,7 @@ def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, ca
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     assert sweep.Training(run)() == ""
     assert capsys.readouterr().err.splitlines() == [
-        f"a,seed=0: runs, all that it says is in {run.workdir / 'output.txt'}",
+        f"a,seed=0: running, with its output in {run.workdir / 'output.txt'}",
         " step epoch  reward     left",
         "  2/2     1   0.500     0:00",
     ]

@@ -118,7 +118,7 @@ def test_reward_readable_names_more(home):
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"reward.readable must be paths that exist.*there is no"):
+    with pytest.raises(ValueError, match=r"reward.readable must be existing paths.*there is no"):
         readable.parse_readable(f"{tmp_path}:{tmp_path}/none")
     assert readable.parse_readable("") == ""
 

@@ -93,7 +93,7 @@ def test_what_answers_print_does_not_flood_the_log(capfd):
     with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
         score(pool, [f"print({i})" for i in range(20)] + [""])
     lines = capfd.readouterr().err.splitlines()
-    more = "more, which is left out from here on; call it by hand to read all"
+    more = "further output is left out from here on; call it by hand to read all"
     expected = [f"printed by a reward: {text}" for text in (0, 1, 2, 3, 4, more)]
     assert [line for line in lines if line.startswith("printed by")] == expected
 

@@ -103,8 +103,8 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
         log.restore(3)
         (tmp_path / "metrics.jsonl").write_text("")
         log.restore(3)
-    assert "ends at step 1, the checkpoint is of step 3" in caplog.text
-    assert "metrics.jsonl is empty, the checkpoint is of step 3" in caplog.text
+    assert "ends at step 1, the checkpoint is from step 3" in caplog.text
+    assert "metrics.jsonl is empty, the checkpoint is from step 3" in caplog.text
 
 
 @pytest.mark.parametrize(

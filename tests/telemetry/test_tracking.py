@@ -139,7 +139,7 @@ def test_a_failed_table_is_one_warning(tmp_path, monkeypatch, caplog):
         log.send_rollouts(2)
         log.send_rollouts(5)
     (record,) = caplog.records
-    assert "logging responses failed, training goes on: 'lost the service'" in record.getMessage()
+    assert "logging responses failed, training continues: 'lost the service'" in record.getMessage()
 
 
 @pytest.mark.parametrize("failure", ["missing", "init", "log"])

@@ -54,7 +54,7 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     older = small_config().to_dict()
     del older["critic"]
     save_run_config(tmp_path, older)
-    message = r"of another version of specrl_jax: critic.clip came later, critic.coef came later, "
+    message = r"from another version of specrl_jax: critic.clip was added later, critic.coef was"
     with pytest.raises(ValueError, match=f"{message}[^\n]*; continue with that version, or start"):
         check_run_config(tmp_path, small_config())
     save_run_config(tmp_path, small_config({"updates.skip_nonfinite": 3}))
@@ -62,5 +62,5 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     newer = small_config().to_dict()
     newer["updates"]["gone"] = 1
     save_run_config(tmp_path, newer)
-    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
+    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone no longer exists"):
         check_run_config(tmp_path, small_config())
