@@ -74,7 +74,7 @@ def rollout_mesh(count: int, tensor: int) -> jax.sharding.Mesh:
     if count > len(free) or count % tensor:
         raise ValueError(
             f"mesh.rollout_devices must be a multiple of mesh.tensor = {tensor} and at most the "
-            f"{len(free)} devices beside the mesh of updates, got {count}"
+            f"{len(free)} devices besides the mesh of updates, got {count}"
         )
     return make_mesh(-1, 1, tensor, free[:count])
 

@@ -67,7 +67,7 @@ class AbstractRun:
     def describe(self) -> str:
         """Describe the run in a line."""
         count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
-        rows = f"{self.rows:,} rows a step, {self.training.buckets.sizes[0]:,} at once"
+        rows = f"{self.rows:,} rows per step, {self.training.buckets.sizes[0]:,} at a time"
         return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
 
     @property

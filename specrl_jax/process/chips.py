@@ -120,7 +120,7 @@ def peak_flops(device_kind: str) -> float:
 def parse(topology: str) -> tuple[str, tuple[int, ...]]:
     """Return the key of `CHIPS` and the shape: v5e:4x4 → ("v5e", (4, 4)); h100:8 → ("h100", (8,)).
 
-    Raises ValueError in one line.
+    Raises a one-line ValueError.
     """
     name, _, shape = topology.partition(":")
     if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):

@@ -2,7 +2,7 @@
 
 A group starts with a few rows, the roots; its other rows wait, without cost. At each boundary,
 every `segment` tokens, waiting rows start as copies of their group's unfinished rows. A row draws
-the noise of its own number, before and after a fork.
+noise by its own number, before and after a fork.
 
     roots 2, branches 2, G = 4, segments of 3 tokens       row 0    a b c|d e f g ■
                                                            row 1    a h i|j ■

@@ -26,7 +26,7 @@ from specrl_jax.types import FILLER_TASK
 def make_pool(
     name: str, *, threshold: float, format: str = "", **limits
 ) -> "RewardPool | RewardSum":
-    """Make the scorer for `reward.name`; a mistake is raised here, in one line.
+    """Make the scorer for `reward.name`; a mistake raises a one-line error here.
 
     threshold: > 0: the reward is 1 if the score (the sum's, for a sum) reaches it, else 0.
     format: `reward.format`. limits: further arguments of `RewardPool`.

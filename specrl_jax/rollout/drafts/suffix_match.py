@@ -138,7 +138,7 @@ def propose(
     width: int,
     config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
-    """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
+    """Draft up to `width` tokens for rows with `lens` tokens, recorded in their own sources.
 
     prompts, sources, lens: int32 [b], split over the batch, in any order. config: its depth is at
     most the index's. Returns drafts int32 [b, width] (0 after their ends) and their lengths int32
