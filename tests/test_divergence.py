@@ -1,4 +1,4 @@
-"""Divergence: named before it is saved, with its field; another run goes on from before it."""
+"""Divergence: reported before it is saved, with its field; another run resumes from before it."""
 
 import dataclasses
 import pathlib

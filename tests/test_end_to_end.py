@@ -74,7 +74,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
 
 
 def test_a_finished_run_is_left_as_it_is(finished, mesh, capsys):
-    """Also where the config says otherwise how and where it runs; other changes are refused."""
+    """Even if the config changes how and where it runs; other changes are rejected."""
     before = files(finished)
     changes = {"log.tracker": "wandb", "checkpoint.every": 1, "mesh.data": 1}
     loop.train(small_config(LONG | changes), finished, hooks=StandardHooks())
@@ -100,7 +100,7 @@ def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path
 
 
 def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_path, mesh):
-    """The last one of a finished run has one flipped bit. Without it the run goes on from 6."""
+    """The last one of a finished run has one flipped bit. Without it the run resumes from 6."""
     workdir = shutil.copytree(finished, tmp_path / "run")
     data = workdir / "checkpoints" / "8" / "arrays" / "d"
     path = max(data.iterdir(), key=lambda x: x.stat().st_size)

@@ -94,7 +94,7 @@ def stop_of(tokenizer, strings):
 
 @pytest.mark.parametrize("make", [byte_level, pieces])
 def test_a_turn_ends_where_its_text_has_the_string(make, tmp_path):
-    """Token by token, whatever bytes of a character a token holds."""
+    """Token by token, whatever bytes of a character a token contains."""
     tokenizer = make(tmp_path)
     for string in STOPS[:-1]:
         stop = stop_of(tokenizer, [string])

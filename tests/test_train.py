@@ -41,7 +41,7 @@ REUSE = "rollout/reuse_fraction"
 def run(tmp_path_factory, make_mesh):
     """run({"field": value}, steps=4) → the work directory; each configuration is run once.
 
-    What a run prints is in output.txt beside its directory.
+    A run's output is in output.txt next to its directory.
     """
 
     @functools.cache

@@ -28,7 +28,7 @@ LEARNER = dataclasses.replace(
 
 
 def forced_route(given_Mk):
-    """A router whose choices are given but for -1; its weights are those of the definition."""
+    """A router with given choices, except for -1; its weights are those of the definition."""
 
     def route(x_MD, router_DE, chosen, norm, replayed):
         assert norm

@@ -73,7 +73,7 @@ def _fail(dtype: str):
 
 
 def test_device(run, monkeypatch):
-    """Every part gives its figure; one that fails is a line, and the others go on."""
+    """Every part returns its figure; one that fails is a line, and the others continue."""
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
     monkeypatch.setattr(device, "STEP_ROWS", (8,))
     monkeypatch.setattr(device, "_limits", _fail)
@@ -118,7 +118,7 @@ def test_kernels_are_compared_with_the_reference(mesh, monkeypatch):
 
 
 def test_training(run, monkeypatch):
-    """Each kind of draft trains; one that fails is a row, and the others go on."""
+    """Each kind of draft trains; one that fails is a row, and the others continue."""
     cases = dict(list(training.CASES.items())[:2]) | {"wrong": {"rollout.draft": "previous+trees"}}
     monkeypatch.setattr(training, "CASES", cases)
     code, rows, text = run("training", *SMALL)
@@ -178,7 +178,7 @@ def test_random_policies_do_not_repeat_themselves(mesh):
 
 @pytest.fixture
 def measured(tmp_path):
-    """measured(benchmark, *flags) → the cases, from a process of its own."""
+    """measured(benchmark, *flags) → the cases, from a separate process."""
 
     def call(benchmark: str, *flags: str) -> list[dict]:
         shared = ("--config=tests/small_runs.py", "--config.rollout.adaptive=False", "--drift=1",

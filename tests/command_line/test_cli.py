@@ -118,7 +118,7 @@ def test_print_config_has_every_field_and_trains_nothing(tmp_path):
 
 @pytest.mark.parametrize("program", ["train.py --help", "report.py --help"])
 def test_a_reader_that_has_read_enough_is_no_error(program, tmp_path):
-    """stdout is a pipe that nobody reads: what `| head` leaves."""
+    """stdout is a pipe that is no longer read, as after `| head`."""
     reads, writes = os.pipe()
     os.close(reads)
     name, flag = program.split()

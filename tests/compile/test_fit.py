@@ -1,4 +1,4 @@
-"""Rows that fit a device: by hand, and against what the compiler says."""
+"""Rows that fit a device: by hand, and against the compiler's report."""
 
 import dataclasses
 

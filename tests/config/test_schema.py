@@ -1,4 +1,4 @@
-"""How sections become one schema, and what it says of names that it does not have."""
+"""How sections become one schema, and what it reports about unknown names."""
 
 import dataclasses
 

@@ -157,7 +157,7 @@ def test_resume_refuses_another_order(total, size, seed, name):
 
 
 def test_resume_refuses_prompts_that_were_encoded_otherwise():
-    """An edited chat template, say: ids are of the rows, and stay."""
+    """For example an edited chat template: ids belong to the rows, and stay."""
     encoded = encoded_set(11)
     edited = dataclasses.replace(encoded, tokens=encoded.tokens + 1)
     state = PromptStream(encoded, 3, seed=5).host()

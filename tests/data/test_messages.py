@@ -13,7 +13,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b
 
 
 def test_keys_of_nulls_are_left_out_at_any_depth():
-    """As Arrow gives rows: every message has the keys of all, every call those of all."""
+    """As Arrow returns rows: every message has the keys of all, every call those of all."""
     function = {"name": "add", "arguments": {"a": 2, "b": 2, "c": None}}
     calls = [{"type": "function", "id": None, "function": function}]
     given = [

@@ -1,4 +1,4 @@
-"""Sources: every format gives the same problems, and none reaches for the network unasked."""
+"""Sources: every format gives the same problems, and none uses the network unasked."""
 
 import json
 

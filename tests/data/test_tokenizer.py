@@ -255,7 +255,7 @@ def test_a_begun_message_that_the_template_changes_is_refused(directory):
 
 
 def test_a_system_prompt(directory):
-    """It is the first message, unless the prompt has one of its own; a template may merge it."""
+    """It is the first message, unless the prompt has its own; a template may merge it."""
     tokenizer = chat_of(directory, system_prompt=" it it\n")
     brief = {"role": "system", "content": " it it\n"}
     hello = CHAT[:1]

@@ -160,7 +160,7 @@ def test_the_directory_is_the_same_policy(main, run, exported):
 
 
 def test_top_k_and_top_p_are_those_of_training(main, run, tmp_path):
-    """In evaluations of the run, in `generate`, and of an export, which says them."""
+    """In evaluations of the run, in `generate`, and in an export, which states them."""
     four = "--config.rollout.response_len=4"  # of 9 positions, of which a model uses half
 
     def answers(*flags):

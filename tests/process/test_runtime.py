@@ -69,7 +69,7 @@ COMMAND = f"pip install 'jax[cuda]=={jax.__version__}'"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Root of a machine with a GPU, whose user asked for no platform and has no plugin."""
+    """Root of a machine with a GPU, whose user requested no platform and has no plugin."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -177,7 +177,7 @@ def test_the_worked_example():
 
 @exact
 def test_a_head_that_has_all_the_mass_is_finite():
-    """q(z) = 0 = p(z) up to rounding, as with top-k: no outcome beside H."""
+    """q(z) = 0 = p(z) up to rounding, as with top-k: no outcome besides H."""
     with jax.enable_x64(False):
         log_p = jnp.log(jnp.array([0.1, 0.2, 0.7], jnp.float32))
         log_q = jnp.log(jnp.array([0.3, 0.3, 0.4], jnp.float32))

@@ -1,4 +1,4 @@
-"""Solutions in the place of responses."""
+"""Solutions in place of responses."""
 
 import jax
 import numpy as np

@@ -130,7 +130,7 @@ def test_the_viewer_by_hand(tmp_path):
 
 
 def episode():
-    """Three turns: a tool answers the first, a user says nothing to the second."""
+    """Three turns: a tool replies to the first, a user says nothing to the second."""
     turns = [
         {"end": 2, "reward": 0.25, "role": "tool"},
         {"end": 5, "reward": 0.0, "role": "user"},
@@ -262,7 +262,7 @@ def test_the_page_by_mouse_and_keys(tmp_path):
 
 
 def cells(page) -> list[bool]:
-    """Of each response that is seen: whether it is one of those asked for."""
+    """For each visible response: whether it is one of the requested ones."""
     return page.run("[...document.querySelectorAll('#group tbody td')].map(x => x.className == '')")
 
 

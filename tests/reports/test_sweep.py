@@ -97,7 +97,7 @@ def test_hyper_builds_sweeps():
 
 
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
-    """Work directories are named as those of earlier comparisons, so that these go on."""
+    """Work directories are named as in earlier comparisons, so that these resume."""
     monkeypatch.chdir(ROOT)
     plain = sweep.parse_case("PPO tree: rollout.draft=previous+tree rollout.lenience=e^0", CONFIG)
     cases = sweep.grid(
@@ -269,7 +269,7 @@ def test_settings_of_every_case(monkeypatch, tmp_path):
 
 
 def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):
-    """SIGTERM reaches the run, which says that it saved; the run is not taken for finished."""
+    """SIGTERM reaches the run, which reports that it saved; the run does not count as finished."""
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG, ("rollout.lenience=4",))], [0],
                                  tmp_path / "w", [])  # fmt: skip
     training = sweep.Training(run)

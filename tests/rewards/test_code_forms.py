@@ -1,4 +1,4 @@
-"""Forms of code and of tests: what a response and an answer hold as text."""
+"""Forms of code and tests in the text of responses and answers."""
 
 import gzip
 import importlib.resources

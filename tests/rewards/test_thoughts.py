@@ -1,4 +1,4 @@
-"""Thoughts are no answers: what follows them is scored, by every named reward."""
+"""Thoughts are not answers: what follows them is scored, by every named reward."""
 
 import dataclasses
 

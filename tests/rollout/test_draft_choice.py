@@ -25,7 +25,7 @@ CHEAP = (1e-3, 1.0)
 
 
 def requests(prompts, drafts, *, step=5, reused=()) -> Requests:
-    """Rows on fresh noise, but for those of the groups `reused`."""
+    """Rows on fresh noise, except those of the groups `reused`."""
     steps = np.full((Q, G), step)
     steps[list(reused)] = 1
     return Requests(prompts, NoiseKey(jax.random.key(ref.KEY), step, noise_steps=steps), drafts)

@@ -116,7 +116,7 @@ def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, s
 
 
 def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
-    """Rows hold the starts of their responses, cut at any token."""
+    """Rows have the starts of their responses, cut at any token."""
     _, expected = plain
     stop = StopStrings.of(STRINGS, TEXTS)
     spec = ref.match_spec(eos=(1,), slots=6, stop=stop)

@@ -26,14 +26,14 @@ LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
-    """What holds the workers' scratch directories."""
+    """Folder with the workers' scratch directories."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     return tmp_path / "scratch"
 
 
 def test_a_function_that_is_no_scorer_is_called_by_its_name():
-    """The worker knows nothing of rewards, and gives the values that the function checks."""
+    """The worker knows nothing about rewards, and returns the values that the function checks."""
     settings = Settings("repeats:prepare", ("ab",), 30.0, 256, contained=True)
     with pool_module.CallPool(settings, 2, executes="", field="") as pool:
         results = pool.call([(0,), (2,), (-1,), ("x",), (3,)])
@@ -168,7 +168,7 @@ def test_close_ends_the_workers(scratch):
 
 
 def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, scratch):
-    """Also while an answer is inside a C call that holds the interpreter lock."""
+    """Even while an answer is inside a C call that holds the interpreter lock."""
     main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it

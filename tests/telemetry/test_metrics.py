@@ -124,7 +124,7 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
     ],
 )
 def test_damage_before_the_last_line_is_named(tmp_path, line, message):
-    """A run that reads it for its report, and one that goes on with it."""
+    """A run that reads it for its report, and one that resumes with it."""
     whole = ['{"step": 1, "epoch": 1}', line, '{"step": 3, "epoch": 1}', ""]
     (tmp_path / "metrics.jsonl").write_text("\n".join(whole))
     for read in (read_metrics, open_log):

@@ -67,7 +67,7 @@ CONFIG = {"seed": 0, "data": {"name": "sums"}, "rollout": {"draft": "tree", "acc
 
 
 def test_what_wandb_is_given(tmp_path, monkeypatch):
-    """Values over a step of their own, a name of its own, the responses and the report."""
+    """Values over their own step, their own name, the responses and the report."""
     runs = fake_wandb(monkeypatch)
     folder = write_run(tmp_path / "sweep" / "a", lines=two_epochs())
     (folder / "report.html").write_text("page")

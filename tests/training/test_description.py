@@ -49,7 +49,7 @@ def test_a_ramp_that_takes_the_whole_run(mesh):
 
 
 def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
-    """One line on a resume that is longer; none on one that goes on as planned."""
+    """One line on a longer resume; none on one that continues as planned."""
     changes = {
         "updates.lr_schedule": "linear", "updates.lr_warmup_steps": 0,
         "updates.learning_rate": 1e-3,
