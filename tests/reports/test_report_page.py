@@ -245,7 +245,7 @@ def test_the_page_by_mouse_and_keys(tmp_path):
             page.press("End", "ArrowLeft")
             assert "token 3 of 4" in page.text("#tip")
             page.press("/", "z", "z")
-            assert page.text("#group") == "No prompt has it."
+            assert page.text("#group") == "No prompt matches."
         page.open(tmp_path / "two.html")
         assert page.text(".figures tbody tr:nth-child(2) th") == "draft = previous"
         assert page.run("document.querySelectorAll('.swatches').length") == 1
@@ -288,7 +288,7 @@ def test_filters_links_and_epochs(tmp_path):
         page.point("#failed")
         assert listed(page) == ["7 7>"]
         assert cells(page) == [False, False, True, False]
-        assert "1 prompts, 1 such responses" in page.text("#shown")
+        assert "1 prompts, 1 matching responses" in page.text("#shown")
         page.point("#cut")
         assert listed(page) == ["7 7>"]
         page.point("#reset")
@@ -296,7 +296,7 @@ def test_filters_links_and_epochs(tmp_path):
         assert listed(page) == ["2 1>"]
         assert sum(cells(page)) == 1
         fill(page, "fewest-turns", "4")
-        assert page.text("#group") == "No prompt has it."
+        assert page.text("#group") == "No prompt matches."
         page.point("#reset")
         fill(page, "least", "0.5")
         fill(page, "most", "0.9")
