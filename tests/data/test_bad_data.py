@@ -199,7 +199,7 @@ def test_text_that_is_no_utf8_names_its_row(tmp_path, source):
         path = tmp_path / "saved"
         datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(path))
     line = line_of(load_examples, config(source, path=str(path)))
-    assert re.match(rf"{re.escape(str(path))} row 3 must hold UTF-8: ", line)
+    assert re.match(rf"{re.escape(str(path))} row 3 must be UTF-8: ", line)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_warning_names_the_command(install, tmp_path):
     assert hardware.unused("cuda", "no libraries", make(tmp_path, "dev/nvidia0")) == (
         "warning: this machine has an NVIDIA GPU but JAX computes on the CPU: jax-cuda12-plugin is "
         "0.7.2, jaxlib 0.10.2; pip install 'jax[cuda]==0.10.2' fixes it (JAX_PLATFORMS=cpu: the "
-        "CPU is meant)"
+        "CPU is intended)"
     )
     install(jax_cuda12_plugin="0.10.2")
     line = hardware.unused("cuda", "no libraries", tmp_path)

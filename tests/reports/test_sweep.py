@@ -243,7 +243,7 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
          "diverged at step 12: policy: loss is nan, 2 updates in a row"),
         ("ended with 2: warm-up: loss is inf by step 4; lower sft.learning_rate; see o",
          "diverged at warm-up: loss is inf by step 4"),
-        ("ended with -9: it said nothing; see output.txt", "failed: it said nothing"),
+        ("ended with -9: it printed nothing; see output.txt", "failed: it printed nothing"),
         ("ended with 2: step size is information; see o", "failed: step size is information"),
         ("SIGTERM, saved at step 1 of 2", "stopped by SIGTERM, saved at step 1 of 2"),
         ("job 3: not run; see err", "failed: job 3: not run"),

@@ -100,7 +100,7 @@ def test_a_batch_is_scored_at_once_in_this_process():
 def test_what_a_function_of_a_batch_does_wrong_is_one_line():
     for response, reason in {
         "raise": "ConnectionError: no answer from the server",
-        "few": "it gave 1",
+        "few": "it returned 1",
     }.items():
         line = line_of(score, "exact+user_scorers:careless", [response, "x", "y"])
         rule = "must return 3 numbers for as many responses"
