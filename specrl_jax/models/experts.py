@@ -90,7 +90,7 @@ def _through_all(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EF
 
 
 def _through_runs(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EFD) -> Array:
-    """Return [M, D] by grouped products, native to XLA on TPU; elsewhere E / k times dearer."""
+    """Return [M, D] by grouped products, which XLA has on TPU; elsewhere they cost E / k times."""
     tokens, chosen = ids_Mk.shape
     order_C = jnp.argsort(ids_Mk.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_Mk.reshape(-1), length=gate_EDF.shape[0])

@@ -63,7 +63,7 @@ def start_rows(
     nodes = jnp.pad(block.nodes, ((0, 0), (0, verify_width)), constant_values=-1)
 
     def demand(states: Any, asked: Array, offset: Array, most: Array) -> Any:
-        """Compute the `asked` rows' tokens up to `offset` [b], which may grow to `most` [b]."""
+        """Compute the `asked` rows' tokens up to `offset` [b], as it may be up to `most` [b]."""
         positions = jnp.arange(slots)[None, :]
         asked &= block.shard_row_ids >= 0
         maybe = asked[:, None] & (positions <= (depths + most)[:, None])
@@ -79,7 +79,7 @@ def start_rows(
     def policy_after(
         states: Any, offset: Array, count: int
     ) -> TokenDistributions | FusedDistributions:
-        """Return the policy at these states."""
+        """Return the policy in these states."""
         return policy_at(spec, rows, rows.lens + offset, model, states_at(states, offset, count))
 
     accepted = jnp.zeros_like(rows.lens)
@@ -158,9 +158,9 @@ def _verify(
 
     The rule looks at a draft until it rejects a token or reaches the draft's end. Then it decides.
 
-    stored: [b, W], the drafts; the first `draft_len` [b] tokens are valid. functions: `demand` and
+    stored: [b, W], the drafts of which `draft_len` [b] tokens count. functions: `demand` and
     `policy_after` of `start_rows`. Returns the accepted tokens int32 [b], the residual, the columns
-    [b, W] to store for accepted tokens, and the states.
+    [b, W] that rows get for tokens that are accepted, and the states.
     """
     demand, policy_after = functions
     slots = stored.ids.shape[1]
