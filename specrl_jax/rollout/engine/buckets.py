@@ -24,7 +24,7 @@ VERIFY_WIDTH = 32
 WINDOW_VERIFY_WIDTH = 16  # with windows: slots behind a rejection are wasted work
 # Slots of a shard per window of `prefill`, with windows; otherwise whole chunks.
 WINDOW_SLOTS = {"cpu": 64}
-# Parameters from which windows pay off: in a smaller policy computing a slot is cheaper.
+# Parameters from which windows pay off: a slot of a smaller policy costs less than requesting it.
 WINDOW_PARAMS = 2**22
 # Slots of the sequences for short texts, when whole chunks are computed.
 SHORT_SLOTS = 512

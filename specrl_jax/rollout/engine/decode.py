@@ -43,9 +43,9 @@ class StopCondition:
     """Limits at which `decode_steps` stops, unless only background rows are left; int32."""
 
     max_steps: Array
-    max_unfinished: Array  # unfinished rows on every shard: at most these fit a smaller batch
-    refill_at: Array  # [shards], unfinished rows on one shard, at most: others can start there
-    max_left: Array  # unfinished rows except background rows, over all shards, at most
+    max_unfinished: Array  # most unfinished rows on every shard at which a smaller batch fits
+    refill_at: Array  # [shards], most unfinished rows on any one shard at which others start
+    max_left: Array  # most unfinished rows over all shards, background rows aside
 
     @classmethod
     def of(

@@ -1,6 +1,6 @@
 """States of packed texts, computed window by window as they are needed.
 
-When compute is the bottleneck, skip everything that decides nothing. A chunk has one sequence per
+If compute is the bottleneck, slots that decide nothing are skipped. A chunk has one sequence per
 shard. Its slots are computed in windows of a fixed width: first the required slots, then, while a
 window has room, slots that may be needed next. A draft is computed piece by piece, up to the piece
 in which its row rejects. What two chunks share, mainly prompts, is copied from one to the next.
