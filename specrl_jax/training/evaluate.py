@@ -25,7 +25,7 @@ def evaluate(
 ) -> list[Responses]:
     """Return the responses to each of `batches` (see data.prompts.eval_batches).
 
-    Only real prompts have rows; padding is dropped.
+    Their `prompts` exclude padding, whose rows come last.
     """
     answered = []
     for prompts, real in batches:
