@@ -35,7 +35,7 @@ REWARD = Section("reward", "", (
           "CPU seconds of one answer or one step of an environment; it may wait 4 x",
           within(0.01, 86_400)),
     field("memory_mib", 1024, "MiB that one answer, or one episode, may allocate", integer(1)),
-    field("readable", "", 'paths, separated by ":", that answers\' code may read besides libraries',
+    field("readable", "", "colon-separated paths that code in answers may read besides libraries",
           TEXT),
     field("workers", 0, "scoring processes; 0: one per core, at most 16",
           integer(0, 4096, "processes")),
