@@ -1,17 +1,17 @@
 """Measure what rollouts cost, and what speculation saves.
 
     python launch/benchmark.py rollout [--size=27m]      a rollout with drafts of earlier responses
-    python launch/benchmark.py device [--size=27m]       all that a GPU or TPU reaches of its limits
+    python launch/benchmark.py device [--size=27m]       how close a GPU or TPU gets to its limits
     python launch/benchmark.py training [--size=27m]     whole steps, by kind of draft
-    python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
-    python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
-    python launch/benchmark.py host                      what the host does with a step's tokens
+    python launch/benchmark.py rules [--config=...]      how much of the drafts each rule accepts
+    python launch/benchmark.py heads [--config=...]      how much of a learned head's drafts
+    python launch/benchmark.py host                      the host's share of a step
     python launch/benchmark.py price RUN --chip=h100     a recorded run's seconds on another machine
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; on a GPU or TPU smollm2 for `training`, and
 smollm2 and qwen3_1p7b for `device`.
---config=FILE[:PRESET] is configs/grpo.py:tiny where it is left out; --config.FIELD=VALUE changes
-it. --json=FILE writes the figures.
+--config=FILE[:PRESET] defaults to configs/grpo.py:tiny; --config.FIELD=VALUE changes it.
+--json=FILE writes the results.
 """
 
 import sys
@@ -39,32 +39,32 @@ _PRESETS = {"training": "tiny", "host": "qwen3_1p7b"}
 
 
 def parser() -> cli.Parser:
-    """Return the command line, but for --config and --config.FIELD=VALUE."""
+    """Return the command line, except for --config and --config.FIELD=VALUE."""
     parser = cli.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name in _BENCHMARKS:
         command = commands.add_parser(name)
-        command.add_argument("--json", type=Path, help="write the figures to this file")
+        command.add_argument("--json", type=Path, help="write the results to this file")
         if name in _OF_SIZE:
             command.add_argument("--size", help="see above")
             for number in _NUMBERS:
                 flag = "--" + number.replace("_", "-")
-                command.add_argument(flag, type=int, help="instead of the size's own")
+                command.add_argument(flag, type=int, help="overrides the size's own")
         if name == "price":
-            command.add_argument("run", type=Path, help="work directory, of log.rollouts=1")
+            command.add_argument("run", type=Path, help="work directory with log.rollouts=1")
             command.add_argument("--chip", choices=("cpu", "h100", "v5e"), default="h100")
             command.add_argument("--chips", type=int, default=1, help="default: 1")
         if name in _OF_CONFIG:
             command.add_argument("--repeats", type=int, default=5, help="default: 5")
         if name == "rules":
-            command.add_argument("--drift", type=int, help="steps since the drafts; an epoch's")
+            command.add_argument("--drift", type=int, help="age of the drafts; default: an epoch")
         if name == "heads":
-            command.add_argument("--drift", type=int, default=16, help="steps made; default: 16")
+            command.add_argument("--drift", type=int, default=16, help="steps to make; default: 16")
     return parser
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run the benchmark and report its figures; exit with 1 where a part of it failed."""
+    """Run the benchmark and report its results; exit with 1 if a part of it failed."""
     log = functools.partial(print, file=sys.stderr, flush=True)
     module = import_module(f"specrl_jax.benchmarks.{args.benchmark}")  # takes seconds
     run = getattr(module, f"measure_{args.benchmark}")

@@ -1,4 +1,4 @@
-"""Compile a run's programs for accelerators that are not here.
+"""Compile a run's programs for accelerators that this machine does not have.
 
     python launch/compile.py --config=configs/grpo.py:gsm8k --topology=v5e:2x2
     python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --programs=decode
@@ -7,7 +7,8 @@ Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2; h100:8, h200:8, a100-40gb:1, a100-80gb:
 rtx4090:1 and so on. TPUs need `pip install -e '.[compile-tpu]'` in the clone's directory, GPUs
 '.[compile-cuda]'. docs/scaling.md explains the table.
 
---programs=decode,update compiles those whose names start so. --json=FILE writes all figures.
+--programs=decode,update compiles programs whose names start with these. --json=FILE writes all
+results.
 """
 
 import sys
@@ -24,8 +25,8 @@ from absl import flags
 from specrl_jax.command_line import cli
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SHAPE, as in v5e:4x4 or h100:8")
-_PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile start; all")
-_JSON = flags.DEFINE_string("json", "", "write the figures to this file")
+_PROGRAMS = flags.DEFINE_list("programs", [], "name prefixes of the programs to compile; all")
+_JSON = flags.DEFINE_string("json", "", "write the results to this file")
 flags.mark_flag_as_required("topology")
 
 
@@ -40,13 +41,13 @@ def main() -> None:
     chips.set_environment(topology)
     if config.mesh.rollout_devices:
         raise ValueError(
-            "mesh.rollout_devices must be 0 here, as the devices of updates and those of rollouts "
-            f"are compiled for one after the other, got {config.mesh.rollout_devices}"
+            "mesh.rollout_devices must be 0 here, as updates and rollouts are compiled for the "
+            f"same devices, got {config.mesh.rollout_devices}"
         )
 
     import jax
 
-    # Its environment is read when it is imported, which the fields of recipes may have done before.
+    # It reads its environment on import, which the fields of recipes may have triggered already.
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
     from specrl_jax.abstract import device_bytes
@@ -54,7 +55,7 @@ def main() -> None:
     from specrl_jax.process import runtime
 
     runtime.start(config, given=cli.given_fields(), devices=chips.devices(topology))
-    jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
+    jax.config.update("jax_enable_compilation_cache", False)  # it would hide compile times
     from specrl_jax.compile import fit, report
     from specrl_jax.compile.from_config import abstract_run
 
@@ -71,14 +72,14 @@ def main() -> None:
         print(f"{program.name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     print(report.to_text(rows))
     total = sum(row["seconds_to_compile"] for row in rows)
-    print(f"{len(rows)} programs, {total:.1f} s; GB of a device that has {chip.memory / 1e9:.2f}")
+    print(f"{len(rows)} programs, {total:.1f} s; in GB, of {chip.memory / 1e9:.2f} on a device")
     if file:
         figures = {"topology": topology, "mesh": mesh, "kept": kept, "programs": rows}
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _chosen(listed: list) -> list:
-    """Return the programs whose names start as --programs says; all where it says nothing."""
+    """Return the programs whose names start with one of --programs; all if it is empty."""
     prefixes = _PROGRAMS.value or [""]
     for prefix in prefixes:
         if not any(program.name.startswith(prefix) for program in listed):

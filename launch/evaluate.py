@@ -1,13 +1,13 @@
-"""Evaluate a policy: pass@1, avg@k, pass@k, greedy and sampled, by the rollouts of training.
+"""Evaluate a policy: pass@1, avg@k, pass@k, greedy and sampled, with the rollouts of training.
 
     python launch/evaluate.py --run=RUN [--tasks=TASK,TASK] [--step=best|last|N] [--samples=8]
     python launch/evaluate.py --model=DIR --tasks=problems.jsonl,reasoning_gym:chain_sum
 
 A TASK is held_out (the run's own, the default), FILE.jsonl or FILE.parquet, or sort or
 reasoning_gym:NAME with any :OPTION=VALUE. Public benchmarks: see docs/evaluation.md.
---samples=0 is greedy alone. --limit=N takes N problems of a task.
---config.FIELD=VALUE changes the configuration, as data.instruction, reward.name or reward.extract.
---json=FILE writes the figures. Where a task does not fit the policy, the others are still measured,
+--samples=0 evaluates greedily only. --limit=N takes N problems of each task.
+--config.FIELD=VALUE changes the configuration, e.g. data.instruction, reward.name, reward.extract.
+--json=FILE writes the results. If a task does not fit the policy, the others are still evaluated,
 and the exit code is 2.
 """
 
@@ -24,11 +24,11 @@ from specrl_jax.command_line import cli
 
 def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
-    parser.add_argument("--tasks", default="held_out", help="divided by commas; see above")
-    parser.add_argument("--samples", type=int, default=8, help="responses a prompt (default: 8)")
-    parser.add_argument("--temperature", type=float, help="the run's evaluate.temperature")
-    parser.add_argument("--limit", type=int, default=0, help="problems of a task; 0: all")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--tasks", default="held_out", help="separated by commas; see above")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt (default: 8)")
+    parser.add_argument("--temperature", type=float, help="default: the run's evaluate.temperature")
+    parser.add_argument("--limit", type=int, default=0, help="problems per task; 0: all")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
     names = [name for name in args.tasks.split(",") if name]
     if args.model and eval_tasks.HELD_OUT in names:
-        raise ValueError("--tasks must be given with --model, which holds no prompts out")
+        raise ValueError("--tasks must be given with --model, which has no held-out prompts")
     if args.temperature is not None:
         rest.append(f"--config.evaluate.temperature={args.temperature}")
     change = functools.partial(cli.override, arguments=rest)
@@ -51,7 +51,7 @@ def main() -> None:
     policy = saved_policy.open_policy(args.run, args.model, args.step, defaults, change)
     samples = 0 if args.temperature == 0 else args.samples
     temperature = policy.config.evaluate.temperature or policy.config.rollout.temperature
-    # A name that is none ends it here, before anything is computed.
+    # An unknown name fails here, before anything is computed.
     tasks = [eval_tasks.load_task(name, policy.config, args.limit, change) for name in names]
     rows = []
     misfits = []
@@ -61,7 +61,7 @@ def main() -> None:
                 rows += eval_tasks.measure_task(policy, task, samples, temperature)
             except (ValueError, OSError) as error:
                 misfits.append(f"{task.name}: {error}")
-    finally:  # also where Ctrl-C ends it
+    finally:  # also after Ctrl-C
         title = f"{policy.name}, step {policy.step}" if args.run else policy.name
         report = Report(f"{title}; ci95: half a 95 % interval, normal over prompts", rows)
         if rows:
@@ -69,7 +69,7 @@ def main() -> None:
         if args.json and rows:
             report.write_json(args.json)
     if misfits:
-        raise ValueError(f"no figures of {'; '.join(misfits)}")
+        raise ValueError(f"no results for {'; '.join(misfits)}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python launch/export.py --run=RUN --out=DIR --adapters [--base=MODEL]
 
 DIR gets the weights (safetensors), tokenizer, generation settings and a model card; it must be new
-or empty. Adapters (lora.rank > 0) are added to the weights; with --adapters DIR gets them alone, in
-PEFT's format, for the model --base where that is not model.source; its weights are compared with
+or empty. Adapters (lora.rank > 0) are merged into the weights. With --adapters DIR gets only the
+adapters in PEFT's format, for model.source or the model --base, whose weights are compared with
 those that the adapters were trained on. --step=best is the checkpoint with the highest held-out
-reward. --push uploads DIR, to a private model where the hub has none of this name; log in with
+reward. --push uploads DIR, to a new private model if the hub has none of this name; log in with
 `hf auth login` first.
 """
 
@@ -26,9 +26,9 @@ def parser() -> cli.Parser:
     parser.add_argument("--run", type=Path, required=True, help="work directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--step", default="last", help="best, last (default) or N")
-    parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters alone")
-    parser.add_argument("--base", default="", help="the model that peft adds adapters to")
-    parser.add_argument("--push", default="", help="upload it to this model of the hub")
+    parser.add_argument("--adapters", action="store_true", help="write only the LoRA adapters")
+    parser.add_argument("--base", default="", help="the model that peft adds the adapters to")
+    parser.add_argument("--push", default="", help="upload to this model on the hub")
     return parser
 
 

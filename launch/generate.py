@@ -1,15 +1,15 @@
-"""Ask a policy, or have it play an episode of its environment.
+"""Prompt a policy, or let it play an episode of its environment.
 
     python launch/generate.py --run=RUN "PROMPT" [--step=best|last|N] [--temperature=T]
-    python launch/generate.py --model=DIR < PROMPTS      a prompt on every line of standard input
+    python launch/generate.py --model=DIR < PROMPTS      one prompt per line of standard input
     python launch/generate.py --run=RUN "PROMPT" --answer=ANSWER       with environment.name
 
-With an environment every turn is shown as it ends, with its role, and at last the reward. ANSWER is
-what the environment's `reset` gets; a line of standard input may have its own, after a tab.
---temperature is the run's evaluate.temperature where it is left out; 0 is greedy.
---config.FIELD=VALUE changes the configuration: --config.seed=1 samples anew,
---config.rollout.response_len=N is the longest response. `transformers serve` and `transformers
-chat` talk to a policy that launch/export.py wrote.
+With an environment each turn is shown with its role as it ends, and finally the reward. ANSWER is
+passed to the environment's `reset`; a line of standard input may have its own, after a tab.
+--temperature defaults to the run's evaluate.temperature; 0 is greedy.
+--config.FIELD=VALUE changes the configuration: --config.seed=1 gives other samples,
+--config.rollout.response_len=N sets the longest response. `transformers serve` and `transformers
+chat` can serve a policy that launch/export.py wrote.
 """
 
 import sys
@@ -25,8 +25,8 @@ from specrl_jax.command_line import cli
 
 def parser() -> cli.Parser:
     parser = cli.policy_parser(__doc__)
-    parser.add_argument("prompt", nargs="?", help="left out: lines of standard input")
-    parser.add_argument("--answer", help="of the problem, for an environment")
+    parser.add_argument("prompt", nargs="?", help="default: lines of standard input")
+    parser.add_argument("--answer", help="the problem's answer, for an environment")
     parser.add_argument("--temperature", type=float, help="0: greedy")
     return parser
 
@@ -44,7 +44,7 @@ def main() -> None:
     weights = policy.weights()
     if not policy.config.environment.name:
         if args.answer is not None:
-            rule = "left out without an environment, or set --config.environment.name"
+            rule = "left out without an environment (or set --config.environment.name)"
             raise ValueError(f"--answer must be {rule}, got {args.answer!r}")
         answer = functools.partial(policy.answer, weights)
         respond(args.prompt, lambda line, number: print(answer(line, number), flush=True))
@@ -70,7 +70,7 @@ def respond(prompt: str | None, answer: Callable[[str, int], None]) -> None:
     for number, line in enumerate(sys.stdin):
         try:
             answer(line.rstrip("\n"), number)
-        except ValueError as error:  # the next line may be better
+        except ValueError as error:  # the next line may be valid
             print(f"error: {error}", file=sys.stderr)
 
 

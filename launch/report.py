@@ -2,9 +2,9 @@
 
     python launch/report.py RUN [RUN ...] [--out=FILE]
 
-RUN is a work directory. A run writes its own RUN/report.html. Runs that differ in their seed alone
-are one curve, with the standard deviation as a band. FILE is RUN/report.html for one run, else
-report.html in the folder that holds the runs. --config.log.rollouts=1.0 records all responses.
+RUN is a work directory. A run writes its own RUN/report.html. Runs that differ only in their seed
+form one curve, with the standard deviation as a band. FILE defaults to RUN/report.html for one run,
+else report.html in the folder of the runs. --config.log.rollouts=1.0 records all responses.
 """
 
 import sys

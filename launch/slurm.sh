@@ -4,7 +4,7 @@
 #     sbatch launch/slurm.sh --config=configs/grpo.py:qwen3_1p7b --workdir=/shared/runs/qwen
 #
 # Submit it in the repository, on a file system that the nodes share. A time limit or a preemption
-# stops the run after its step, with a checkpoint; the same command goes on.
+# stops the run after its step, with a checkpoint; the same command resumes it.
 #SBATCH --job-name=specrl_jax
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,19 +1,19 @@
-"""Train under several settings and seeds, and put the runs side by side.
+"""Train with several settings and seeds, and compare the runs.
 
     python launch/sweep.py --config=configs/grpo.py --seeds=3 --sweep=rollout.lenience=1,e^0.5,inf \
         --config.rollout.accept=ratio
     python launch/sweep.py --case="GRPO: configs/grpo.py" --case="PPO: configs/ppo.py" --seeds=3
     python launch/sweep.py --config=configs/lenience_sweep.py --seeds=3     (the file's get_hyper)
 
-Several --sweep make a grid, of every --case where there are some. --config.FIELD=VALUE changes all
-runs. The same command again goes on where it was stopped. A run that fails is listed, the others go
-on, and the exit code is 1.
+Several --sweep make a grid, for each --case if there are any. --config.FIELD=VALUE applies to all
+runs. The same command again resumes the sweep. If a run fails, it is listed, the other runs
+continue, and the exit code is 1.
 
-WORKDIR has a work directory a run, the table (sweep.md, sweep.csv, sweep.png), seconds by epoch
-(epochs.png), and report.html of all runs. Where log.rollouts=1.0 records all responses, they
-say until which step a case has the baseline's tokens.
+WORKDIR gets a work directory per run, the table (sweep.md, sweep.csv, sweep.png), seconds per epoch
+(epochs.png), and report.html of all runs. With log.rollouts=1.0, which records all responses, they
+show up to which step a case produces the same tokens as the baseline.
 
---cluster=slurm runs all at the same time through submitit, whose options are flags too:
+--cluster=slurm runs all in parallel through submitit, whose options are flags too:
 --cluster.slurm_partition=gpu --cluster.gpus_per_node=1 --cluster.timeout_min=240
 """
 
@@ -33,14 +33,14 @@ from specrl_jax.command_line import cli
 
 
 def parser() -> cli.Parser:
-    """Return the command line, but for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
+    """Return the command line, except for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--config", default="", help="configuration file[:preset]")
     add = parser.add_argument
     add("--sweep", action="append", default=[], help="FIELD=VALUE,VALUE,...; e^0.5, inf too")
     add("--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ...")
-    add("--seeds", default="1", help="N (seeds 0 to N-1) or a list as 0,3,5 (default: 1)")
-    add("--baseline", default="", help="case that speed-ups refer to (default: the first)")
+    add("--seeds", default="1", help="N (seeds 0 to N-1) or a list like 0,3,5 (default: 1)")
+    add("--baseline", default="", help="case that speed-ups are relative to (default: the first)")
     add("--target", type=float, default=0.0, help="held-out reward to reach")
     add("--workdir", type=Path, default=Path("runs", "sweep"))
     add("--cluster", default="", choices=["", "slurm", "local"], help="of submitit")
@@ -52,7 +52,7 @@ def _seeds(text: str) -> list[int]:
         seeds = [int(seed) for seed in text.split(",") if seed]
         if seeds and ("," in text or seeds[0] >= 1):
             return seeds if "," in text else list(range(seeds[0]))
-    raise ValueError(f"--seeds must be a number >= 1 or a list as 0,1, got {text!r}")
+    raise ValueError(f"--seeds must be N >= 1 or a list like 0,1, got {text!r}")
 
 
 def _cluster_options(flags: list[str]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def main() -> None:
     if any(flag.startswith("--config.seed=") for flag in rest):
         raise ValueError("--config.seed must not be given; give --seeds instead")
     seeds = _seeds(args.seeds)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run saves, as at Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run saves, as on Ctrl-C
     from specrl_jax.reports import sweep  # JAX is slow to import; --help must not wait
 
     cases = _cases(args)

@@ -4,12 +4,12 @@
 
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET), as --workdir=DIR alone
 does. A finished run is left as it is. --config=RUN/config.json runs the configuration of RUN in a
-new DIR. With --resume_from=RUN@STEP a new DIR starts with that checkpoint of RUN. Only some fields
-may differ from RUN's; an error lists them. --print_config prints every field with its value and
-trains nothing; a run writes them to DIR/config.json.
+new DIR. --resume_from=RUN@STEP starts a new DIR from that checkpoint of RUN. Only some fields may
+differ from RUN's; an error lists them. --print_config prints every field with its value and does
+not train; a run writes them to DIR/config.json.
 
-On several hosts the same command runs on each of them, with DIR on a file system that they share.
-Slurm's steps are joined by themselves, TPU pods with --coordinator=auto, others by --coordinator,
+On several hosts run the same command on each of them, with DIR on a shared file system. Slurm
+steps connect by themselves, TPU pods with --coordinator=auto, others with --coordinator,
 --num_processes and --process_id. See docs/scaling.md, slurm.sh and tpu_pod.sh.
 """
 
@@ -25,15 +25,15 @@ from absl import flags
 from specrl_jax.command_line import cli
 from specrl_jax.process.stop import StopRequest
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
-_RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to start DIR with")
+_WORKDIR = flags.DEFINE_string("workdir", "", "the run's directory; default: runs/CONFIG-PRESET")
+_RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to start DIR from")
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", "", "HOST:PORT of process 0; auto: as the cluster says; default: Slurm's steps"
+    "coordinator", "", "HOST:PORT of process 0; auto: from the cluster; default: Slurm's steps"
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", 0, "with --coordinator=HOST:PORT; 1: alone", 0
+    "num_processes", 0, "with --coordinator=HOST:PORT; 1: this one alone", 0
 )
-_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", -1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "this process's number, from 0", -1)
 
 
 def main() -> None:

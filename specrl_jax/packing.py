@@ -1,11 +1,11 @@
-"""Packed tries: rows of tokens → sequences of a fixed length that hold every distinct prefix once.
+"""Packed tries: rows of tokens → sequences of fixed length that store each distinct prefix once.
 
-The responses of a group share their prompt, and often more: they form a trie. A trie lies in a
-sequence depth first. One integer per token, where its subtree ends, says who sees whom: the token
-in slot i sees slot j where j <= i < ends[j]. These are its ancestors and itself. Rows that share
-nothing lie one after the other. After Prefix Grouper (arXiv 2506.05433), which shares prompts.
+The responses of a group share their prompt, and often more: they form a trie, which is stored in a
+sequence in depth-first order. One integer per token, the end of its subtree, gives the mask: the
+token in slot i sees slot j if j <= i < ends[j], so its ancestors and itself. Rows that share
+nothing follow one another. After Prefix Grouper (arXiv 2506.05433), which shares prompts.
 
-NumPy, on the host: takes tokens in, gives arrays out, knows no model.
+NumPy, on the host: tokens in, arrays out, independent of any model.
 """
 
 import bisect
@@ -20,9 +20,9 @@ import numpy as np
 class Packing:
     """One choice of `config.updates.packing`."""
 
-    share: bool  # rows share their common beginnings
-    fill: bool  # a sequence holds as many rows as it has slots for; else one
-    rows_per_sequence: int  # rows of the longest length that a sequence has slots for
+    share: bool  # rows share their common prefixes
+    fill: bool  # a sequence takes as many rows as fit; otherwise one
+    rows_per_sequence: int  # rows of maximum length that fit in a sequence
 
 
 PACKINGS: dict[str, Packing] = {
@@ -33,19 +33,19 @@ PACKINGS: dict[str, Packing] = {
 
 
 class Sequences(NamedTuple):
-    """S sequences of T slots; int32, of NumPy, or of JAX on the devices.
+    """S sequences of T slots; int32, NumPy or JAX arrays.
 
-    Slots without a token hold 0 and see only themselves.
+    Slots without a token contain 0 and see only themselves.
     """
 
     tokens: np.ndarray  # [S, T]
-    depths: np.ndarray  # [S, T], the token's position in its rows, and for the model
+    depths: np.ndarray  # [S, T], the token's position in its rows, also for the model
     ends: np.ndarray  # [S, T], the slot after the token's subtree
-    parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
+    parents: np.ndarray  # [S, T], the slot of the preceding token; a first token: its own
 
     def padded(self, sequences: int, computed: int | None = None) -> "Sequences":
-        """Append empty sequences up to `sequences` in all; those from `computed` on hold zeros, as
-        nobody computes them; None: all are computed."""
+        """Pad with empty sequences to `sequences` in all; those from `computed` on are all zeros,
+        as they are never computed; None: all are computed."""
         slots = np.arange(self.tokens.shape[1], dtype=np.int32)
         padded = Sequences(*(np.zeros((sequences, len(slots)), np.int32) for _ in self))
         for array, values in zip(padded, self):
@@ -60,14 +60,13 @@ def pack(
 ) -> tuple[Sequences, list[np.ndarray]]:
     """Pack rows into sequences of `length` slots by first fit, longest first.
 
-    A trie longer than a sequence is cut between rows; each piece repeats the path that it shares.
-    The work is that of the tokens that exist: nothing is as large as the padding.
+    A trie longer than a sequence is cut between rows; each piece repeats the path it shares.
+    The work grows with the tokens that exist: no array is as large as the padded rows.
 
     tokens: int32 [B, L], right-padded.
     lens: int [B] <= length; rows of length 0 are left out.
 
-    Returns the sequences, and for each row the nodes int32 [lens[b]] of its tokens: sequence · T +
-    slot.
+    Returns the sequences, and for each row its tokens' nodes, int32 [lens[b]]: sequence · T + slot.
     """
     nodes = [np.empty(0, np.int32)] * len(lens)
     rows = [tokens[row, :size] for row, size in enumerate(lens)]
@@ -84,7 +83,7 @@ def pack(
     packed = Sequences(tokens=slots * 0, depths=slots * 0, ends=slots + 1, parents=slots.copy())
     path = slots[:0]
     for row, first, known in zip(order, starts.tolist(), shared.tolist()):
-        # The first `known` tokens are those of the row before, the others lie in a line.
+        # The first `known` tokens are those of the previous row, the rest are contiguous.
         size = len(rows[row])
         last = first + size - known
         own = slice(first, last)
@@ -104,7 +103,7 @@ def pack(
 
 
 class TextSet:
-    """Set of texts, each with a value, in the order of a trie."""
+    """Set of texts, each with a value, in trie order."""
 
     def __init__(self):
         self._keys: list[bytes] = []  # sorted
@@ -120,13 +119,13 @@ class TextSet:
         return len(text) - known
 
     def nearest(self, text: np.ndarray) -> tuple[int, Any]:
-        """Return the most tokens with which a text of the set starts as this one, and its value."""
+        """Return the longest common prefix with any text of the set, and that text's value."""
         key = _key(text)
         if key in self._values:
             return len(text), self._values[key]
         place = bisect.bisect_left(self._keys, key)
         best = (0, None)
-        # No other text has more in common with it than its neighbours.
+        # The longest common prefix is always with a neighbour in sorted order.
         for other in self._keys[max(place - 1, 0) : place + 1]:
             common = _common(text, np.frombuffer(other, ">i4"))
             if common > best[0]:
@@ -135,12 +134,12 @@ class TextSet:
 
 
 def _key(text: np.ndarray) -> bytes:
-    """Return a text as bytes that compare as its tokens do: a text is before its continuations."""
+    """Return a text as bytes that sort as its tokens do: a text sorts before its continuations."""
     return text.astype(">i4").tobytes()
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Count the tokens with which both start."""
+    """Return the length of the common prefix."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     first = int(differs.argmax()) if size else 0
@@ -152,11 +151,12 @@ def _assign_nodes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the node of each row's first own token, int [B], and how many before it are shared.
 
-    lens, shared: int [B], of rows in depth-first order; the latter with the row before.
+    lens, shared: int [B], rows in depth-first order; `shared` counts tokens in common with the
+    previous row.
     """
     first = _first_rows(lens, shared, length)  # of a piece
     shared = np.where(first, 0, shared)
-    # The tokens that a row does not share lie together, after those of the row before it.
+    # The tokens that a row does not share are contiguous, after those of the previous row.
     before = np.cumsum(lens - shared) - (lens - shared)
     piece = np.cumsum(first) - 1
     sizes = np.diff(np.append(before[first], np.sum(lens - shared)))
@@ -168,7 +168,7 @@ def _assign_nodes(
 
 
 def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:
-    """Return bool [B], rows that start a piece: they share nothing, or it would be too long."""
+    """Mark the rows that start a piece, bool [B]: they share nothing, or it would be too long."""
     first = np.zeros(len(lens), bool)
     size = 0
     for row, (whole, known) in enumerate(zip(lens.tolist(), shared.tolist())):
@@ -180,7 +180,7 @@ def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray
 
 
 def _first_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sequence and offset of each piece: the longest first, each where it fits first."""
+    """Return each piece's sequence and offset: longest first, each where it first fits."""
     used = np.zeros(len(sizes), int)
     sequence = np.zeros(len(sizes), int)
     offset = np.zeros(len(sizes), int)

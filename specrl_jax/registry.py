@@ -1,6 +1,6 @@
-"""Registry of what recipes add: choices of tables, and classes that take slots of a run.
+"""Registry of what recipes add: choices for tables, and classes that fill slots of a run.
 
-No recipe is named here: every file of `specrl_jax/recipes/` is asked, then the user's own modules.
+No recipe is named here: every file in `specrl_jax/recipes/` is read, then the user's own modules.
 """
 
 import collections
@@ -16,7 +16,7 @@ from typing import Any
 from specrl_jax import recipes
 from specrl_jax.config import flatten
 
-# Names under which a recipe has a class that takes a slot of the run.
+# Names under which a recipe defines a class that fills a slot of the run.
 SLOTS = ("COLLECTOR", "ROLL_OUT", "BATCH_SOURCE", "STAGE", "LOSS_TERM", "FROZEN")
 
 _own: tuple[str, ...] = ()  # names of the user's modules, see `load`
@@ -24,7 +24,7 @@ _tables: "list[Table]" = []
 
 
 class Table(collections.UserDict):
-    """Choices of a field by name: those of the core, then those that recipes add.
+    """Choices of a field by name: the core's, then those that recipes add.
 
     Recipes are imported when the table is first read.
     """
@@ -36,7 +36,7 @@ class Table(collections.UserDict):
 
     @functools.cached_property
     def data(self) -> dict[str, Any]:
-        """Return the choices. Raises ValueError in one line where two have a name."""
+        """Return the choices. Raises a one-line ValueError if two have the same name."""
         choices = dict(self._own)
         for name, (choice, _) in self._added.items():
             if name in choices:
@@ -46,7 +46,7 @@ class Table(collections.UserDict):
 
     @property
     def _added(self) -> dict[str, tuple[Any, ModuleType]]:
-        """Return the choices of recipes, each with its recipe; raises as `data` does."""
+        """Return the recipes' choices, each with its recipe; raises as `data` does."""
         found: dict[str, tuple[Any, ModuleType]] = {}
         for module in modules():
             added = getattr(module, self._name, {})
@@ -60,19 +60,19 @@ class Table(collections.UserDict):
 
     @property
     def added(self) -> dict[str, str]:
-        """Return the names that recipes have added, each with the name of its file."""
+        """Return the names that recipes have added, each with its recipe's file name."""
         return {name: module.__name__.split(".")[-1] for name, (_, module) in self._added.items()}
 
 
 def declared(name: str) -> list[Any]:
-    """Return what the recipes have under a name."""
+    """Return what the recipes define under a name."""
     return [getattr(module, name) for module in modules() if hasattr(module, name)]
 
 
 def chosen(config: Any, slot: str, default: Any) -> Any:
-    """Return what the configuration asks for in a slot, or `default` where it asks for nothing.
+    """Return what the configuration selects for a slot, or `default` if it selects nothing.
 
-    Raises ValueError in one line where it asks for two.
+    Raises a one-line ValueError if it selects two.
     """
     asked = _asked(config, slot)
     if len(asked) > 1:
@@ -87,7 +87,7 @@ def chosen(config: Any, slot: str, default: Any) -> Any:
 
 
 def all_chosen(config: Any, slot: str) -> list[Any]:
-    """Return all that the configuration asks for in a slot that several may take."""
+    """Return everything that the configuration selects for a slot that takes several."""
     return [recipe for recipe, _ in _asked(config, slot)]
 
 
@@ -97,7 +97,7 @@ def _asked(config: Any, slot: str) -> list[tuple[Any, str]]:
 
 
 def _check_slots(module: ModuleType) -> None:
-    """Raise ValueError in one line where a class takes a slot that does not exist."""
+    """Raise a one-line ValueError if a class fills a slot that does not exist."""
     for name, value in vars(module).items():
         if name.isupper() and hasattr(value, "asked_by") and name not in SLOTS:
             raise ValueError(
@@ -107,9 +107,9 @@ def _check_slots(module: ModuleType) -> None:
 
 
 def load(names: str) -> None:
-    """Add recipes of the user's own: modules, with commas between, as the field `recipes` has them.
+    """Load the user's own recipes: modules, separated by commas, as in the field `recipes`.
 
-    What was read before is read again. Raises ValueError in one line where one cannot be imported.
+    Modules that are already loaded are reloaded. Raises a one-line ValueError if an import fails.
     """
     global _own
     new = [name for name in names.replace(" ", "").split(",") if name and name not in _own]
@@ -120,7 +120,7 @@ def load(names: str) -> None:
     for name in new:
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # whatever the user's module does as it is imported
+        except Exception as error:  # anything that the user's module raises on import
             raise ValueError(
                 f"recipes must name modules in this directory or installed ones, got {name!r}: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,6 +1,6 @@
-"""Responses and their rewards: a `Responder` rolls prompts out and scores what comes back.
+"""Responses and their rewards: a `Responder` generates responses to prompts and scores them.
 
-Takes requests and weights, gives `Responses`. Agents have a responder of their own.
+Takes requests and weights, returns `Responses`. Agents have their own responder.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import Prompts, Rollout
 
-MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
+MAX_TAG = 32  # tokens at the end of a prompt that may contain a tag and the blanks after it
 
 
 class Turns(NamedTuple):
     """Turns of B episodes, of at most K turns each."""
 
-    rewards: np.ndarray  # float32 [B, K], their sum is the episode's; 0 after the last turn
+    rewards: np.ndarray  # float32 [B, K], sum to the episode's reward; 0 after the last turn
     ends: np.ndarray  # int32 [B, K], response tokens up to a turn's end; 0 for none
-    roles: np.ndarray  # str [B, K], role of the environment's answer to a turn; "" for no answer
+    roles: np.ndarray  # str [B, K], role of the environment's reply to a turn; "" without a reply
 
     @property
     def counts(self) -> np.ndarray:
@@ -43,7 +43,7 @@ class Turns(NamedTuple):
 
 
 class CompletedGroups(NamedTuple):
-    """Groups of a rollout whose responses are scored now."""
+    """Groups of a rollout that are complete and can be scored."""
 
     groups: np.ndarray  # int [n], among those of the rollout
     result: RolloutResult  # of all groups
@@ -66,23 +66,23 @@ class CompletedGroups(NamedTuple):
 class Responses:
     """B = Q·G finished responses to Q prompts, G in a row for each, with their rewards."""
 
-    prompts: Prompts  # [Q]; rows beyond theirs are padding
-    groups: np.ndarray  # int [B / G], indices of the groups among those of the rollout
+    prompts: Prompts  # [Q]; further rows are padding
+    groups: np.ndarray  # int [B / G], the groups' indices in the rollout
     rollout: Rollout
     stats: Stats
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
-    draft_lens: np.ndarray  # int32 [B], draft tokens that rows were given
+    draft_lens: np.ndarray  # int32 [B], tokens of each row's draft
     rewards: Rewards
-    ended: np.ndarray  # bool [B], rows that came to an end; the length cut the others
+    ended: np.ndarray  # bool [B], rows that finished; the others were cut by the length limit
     turns: Turns | None = None  # of episodes
-    # The rows' last responses before these, int32 [B, R], and their lengths.
+    # The rows' previous responses, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
-    on_reused_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
+    on_reused_noise: np.ndarray | None = None  # bool [B], rows whose noise an earlier rollout used
 
     @property
     def row_ids(self) -> np.ndarray:
-        """Indices of these rows among those of the rollout, int32 [B]."""
+        """Row indices in the rollout, int32 [B]."""
         return rows_of(self.groups, self.group_size)
 
     @property
@@ -101,7 +101,7 @@ class Responses:
 
 
 def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
-    """Mean reward of each function of a sum, before its weight; without padding."""
+    """Mean unweighted reward of each function of a sum; without padding."""
     means = {}
     for name in rollouts[0].rewards.by_function:
         rewards = [x.rewards.by_function[name][: x.num_rows] for x in rollouts]
@@ -110,7 +110,7 @@ def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
 
 
 def problems_of(prompts: Prompts, rows: Sequence[int], total: int) -> tuple[list, list, list]:
-    """Return answers, tasks and metadata of these rows, of `total` in all."""
+    """Return answers, tasks and metadata of these rows, out of `total` rows."""
     group_size = total // len(prompts.examples)
     examples = [prompts.examples[row // group_size] for row in rows]
     return (
@@ -126,11 +126,11 @@ class Responder:
 
     pool: Any  # scores responses: a `RewardPool`, a `RewardSum`, or that of a subclass
     tokenizer: Tokenizer
-    keep_special_tokens: bool = False  # in texts, but for the end of a response
+    keep_special_tokens: bool = False  # in texts, except at the end of a response
     thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
     stop: StopStrings | None = None  # texts that end a turn
-    keep_stop: bool = True  # texts hold the one that ended them
-    call_end: str = ""  # of the environment's tools: texts hold it in any case
+    keep_stop: bool = True  # texts include the stop string that ended them
+    call_end: str = ""  # of the environment's tools: always kept in texts
 
     def roll_out(
         self,
@@ -141,9 +141,9 @@ class Responder:
         speculation: Speculation | None = None,
         clock: Stopwatch,
     ) -> RolloutResult:
-        """Roll prompts out. Arguments: see `generate`.
+        """Generate responses. Arguments: see `generate`.
 
-        clock: gets the seconds as time/rollout.
+        clock: records the seconds as time/rollout.
         """
         with clock.timed("time/rollout"):
             return generate(spec, weights, requests, speculation)
@@ -151,7 +151,7 @@ class Responder:
     def score(
         self, spec: RolloutSpec, prompts: Prompts, taken: CompletedGroups, clock: Stopwatch
     ) -> Responses:
-        """Score the responses of the groups that are taken. prompts: of the whole rollout."""
+        """Score the responses of the selected groups. prompts: those of the whole rollout."""
         with clock.timed("time/rollout"):
             prompts, result = taken.select(prompts)
             tokens, lens = hosts.fetch((result.rollout.tokens.ids, result.rollout.lens))
@@ -176,7 +176,7 @@ class Responder:
         )
 
     def respond(self, spec: RolloutSpec, weights: Params, requests: Requests) -> Responses:
-        """Roll out and score all that is requested."""
+        """Generate and score everything that is requested."""
         clock = Stopwatch()
         result = self.roll_out(spec, weights, requests, clock=clock)
         taken = CompletedGroups(np.arange(len(requests.prompts.lens)), result)
@@ -185,13 +185,13 @@ class Responder:
     def read(self, ids: np.ndarray, ended: bool = True, in_thought: bool = False) -> Reading:
         """Read a response, or a turn of an episode: token ids int [n].
 
-        ended: False where the length cut it. in_thought: what precedes it has opened a thought.
+        ended: False if the length limit cut it. in_thought: the text before it opened a thought.
         """
         text = self.text(ids)
         return Reading(text, self.thought_tags.answer_part(text, in_thought), bool(ended))
 
     def text(self, ids: np.ndarray) -> str:
-        """Decode what rewards see of a response, int [n]."""
+        """Decode a response as rewards see it; ids: int [n]."""
         ids = ids.tolist()
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
@@ -201,7 +201,7 @@ class Responder:
         return self.stop.cut(ids, decode, self.keep_stop, self.call_end)
 
     def begins_thoughts(self, prompts: Prompts) -> np.ndarray:
-        """Mark the Q prompts that leave a thought open: at the end, or in what is continued."""
+        """Mark which of the Q prompts leave a thought open, at the end or in what is continued."""
         return np.array([self._begins_thought(prompts, q) for q in range(len(prompts.lens))], bool)
 
     def _begins_thought(self, prompts: Prompts, q: int) -> bool:
@@ -211,14 +211,14 @@ class Responder:
         return self.opens_thought(prompts.tokens[q, : prompts.lens[q]].tolist())
 
     def opens_thought(self, ids: Sequence[int]) -> bool:
-        """Return whether token ids open a thought at their end: of a prompt, or of an answer."""
+        """Return whether token ids (of a prompt or a reply) leave a thought open at the end."""
         end = self.tokenizer.decode(ids[-MAX_TAG:], keep_special=True)
         return self.thought_tags.has_begun(end)
 
     def rewards(self, texts: Sequence, *problems: list) -> Rewards:
-        """Return the pool's rewards; every process scores a part and gets those of the others.
+        """Return the pool's rewards; each process scores a part and all get all of them.
 
-        An error of a pool in one process is raised in all.
+        A pool's error in one process is raised in all.
         """
         part = hosts.own_part(len(texts))
         own = functools.partial(self.pool.score, texts[part], *(x[part] for x in problems))

@@ -1,8 +1,7 @@
-"""All fields of a run and the rules between them: what the rooms and the recipes declare.
+"""All fields of a run and the rules between them, as declared by the subpackages and recipes.
 
-A room is a folder of this package. Each has a file `settings.py` with its sections
-(`config.fields.Section`) and `RULES`. A recipe may have `SECTIONS`, `RULES`, `EFFECTS` and
-`RENAMED`, see `recipes`.
+Each subpackage has a file `settings.py` with its sections (`config.fields.Section`) and `RULES`.
+A recipe may have `SECTIONS`, `RULES`, `EFFECTS` and `RENAMED`, see `recipes`.
 """
 
 import collections
@@ -50,13 +49,13 @@ ROOMS = (models, data, rewards, rollout, agents, algorithms, training)
 
 
 def _trained_group_size(config) -> int:
-    """Return how many responses of a group are trained on."""
+    """Return how many responses of a group are used for training."""
     collector = registry.chosen(config, "COLLECTOR", None)
     return collector.trained_group_size(config) if collector else config.rollout.group_size
 
 
 def _batches(config: Values) -> Iterator[Check]:
-    """Yield the rules of what a rollout gives to the updates."""
+    """Yield the rules on what a rollout passes to the updates."""
     rows = config.rollout.prompts_per_step * _trained_group_size(config)
     mini = config.updates.mini_batch_size
     yield (
@@ -71,12 +70,12 @@ def _batches(config: Values) -> Iterator[Check]:
     yield "updates.old_logprobs", rule, updates == 1 or not one_update
 
 
-# Rules between rooms that must not see each other.
+# Rules between subpackages that must not import each other.
 RULES = (_batches,)
 
 
 def schema() -> Schema:
-    """Return the fields and rules of all rooms and recipes."""
+    """Return the fields and rules of all subpackages and recipes."""
     return _schema(registry.loaded())
 
 

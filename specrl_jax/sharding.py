@@ -1,8 +1,8 @@
-"""Mesh, and the table of logical axes to mesh axes.
+"""Mesh, and the table that maps logical axes to mesh axes.
 
 Every array of the package names its axes by the keys of this table. Weights have two layouts.
-`STORED` (master weights, optimizer state) also splits over "fsdp". `COMPUTE` splits over "tensor"
-alone: the rollout copies the weights to it once a step, the update layer by layer.
+`STORED` (master weights, optimizer state) is also split over "fsdp". `COMPUTE` is split over
+"tensor" alone: the rollout copies the weights to it once a step, the update layer by layer.
 """
 
 import contextvars
@@ -27,7 +27,7 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
-# Tokens that a shard computes at once: enough for arithmetic to be the limit, few enough that the
+# Tokens that a shard computes per chunk: enough to be limited by arithmetic, few enough that the
 # last chunk is not mostly padding.
 CHUNK_TOKENS = {"cpu": 256}
 CHUNK_TOKENS_ELSEWHERE = 8_192
@@ -37,7 +37,7 @@ STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> jax.sharding.Mesh:
-    """Make the mesh ("data", "fsdp", "tensor"), axes explicit; one size may be -1 (the rest).
+    """Make the mesh ("data", "fsdp", "tensor") with explicit axes; one size may be -1 (the rest).
 
     Raises ValueError if the product of the sizes is not the number of devices.
     """
@@ -62,9 +62,9 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def rollout_mesh(count: int, tensor: int) -> jax.sharding.Mesh:
-    """Make the mesh of rollouts of `count` devices beside the mesh in use; 0: the mesh in use.
+    """Make a mesh of `count` further devices for rollouts; 0: return the mesh in use.
 
-    Its "data" axis is what "tensor" leaves. Raises ValueError where so many devices are not left.
+    Its "data" axis is what "tensor" leaves. Raises ValueError if fewer devices are left.
     """
     mesh = jax.sharding.get_mesh()
     if not count:
@@ -74,13 +74,13 @@ def rollout_mesh(count: int, tensor: int) -> jax.sharding.Mesh:
     if count > len(free) or count % tensor:
         raise ValueError(
             f"mesh.rollout_devices must be a multiple of mesh.tensor = {tensor} and at most the "
-            f"{len(free)} devices beside the mesh of updates, got {count}"
+            f"{len(free)} devices besides the mesh of updates, got {count}"
         )
     return make_mesh(-1, 1, tensor, free[:count])
 
 
 def move(tree, mesh: jax.sharding.Mesh):
-    """Copy arrays to a mesh, in the layout that they have on theirs; none is copied to its own."""
+    """Copy arrays to a mesh in their current layout; no copy if they are already on it."""
 
     def copy(array: jax.Array) -> jax.Array:
         if array.sharding.mesh == mesh:
@@ -91,7 +91,7 @@ def move(tree, mesh: jax.sharding.Mesh):
 
 
 def platform() -> str:
-    """Return the devices of the mesh in use, or of the process: cpu, gpu or tpu; in traces too."""
+    """Return the platform of the mesh in use, or the process: cpu, gpu or tpu; also in traces."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
@@ -109,12 +109,12 @@ def shards(axis: str, stored: bool = False) -> int:
 
 
 def chunk_tokens() -> int:
-    """Return how many tokens a shard computes at once. A longer sequence is computed alone."""
+    """Return how many tokens a shard computes per chunk. A longer sequence is its own chunk."""
     return CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
 
 
 def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
-    """Return the axes of the mesh that a logical axis is cut over."""
+    """Return the mesh axes that a logical axis is split over."""
     names = (STORED if stored else COMPUTE)[axis] or ()
     return (names,) if isinstance(names, str) else names
 
@@ -123,7 +123,7 @@ _shapes_only = contextvars.ContextVar("shapes_only", default=False)
 
 
 def eval_shape(function: Callable, *args):
-    """Call `jax.eval_shape` with a function that may also `put` arrays: nothing is placed."""
+    """Call `jax.eval_shape` with a function that may also `put` arrays: nothing is allocated."""
     token = _shapes_only.set(True)
     try:
         return jax.eval_shape(function, *args)
@@ -144,12 +144,12 @@ def put_as(array: np.ndarray, layout: PartitionSpec) -> jax.Array:
 
 
 def reshard(array: jax.Array, *dims: str | None) -> jax.Array:
-    """Move an array to the compute layout `axes`; no operation if that is its layout already."""
+    """Move an array to the compute layout `axes`; a no-op if it has that layout already."""
     return jax.sharding.reshard(array, axes(*dims))
 
 
 def take_rows(tree, index: jax.Array):
-    """Take `array[index]` of a pytree's arrays, whose first axis alone is split: over the batch."""
+    """Take `array[index]` of a pytree's arrays, of which only the first (batch) axis is split."""
 
     def take(array: jax.Array) -> jax.Array:
         out = axes("batch", *(None,) * (array.ndim - 1))
@@ -161,26 +161,26 @@ def take_rows(tree, index: jax.Array):
 def on_shards(function: Callable, *trees, like):
     """Call `function(*trees)` on every shard of the batch, with its own rows: no communication.
 
-    trees: pytrees of arrays. like: a pytree of arrays that are laid out as the results.
+    trees: pytrees of arrays. like: a pytree of arrays with the layout of the results.
     """
     layouts = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
     return jax.shard_map(function, out_specs=layouts, check_vma=False)(*trees)
 
 
 def shard_number() -> jax.Array:
-    """Return the number of the shard of the batch, inside `on_shards`."""
+    """Return the number of this batch shard, inside `on_shards`."""
     return jax.lax.axis_index(COMPUTE["batch"])
 
 
 def take_own_rows(tree, index: jax.Array):
-    """Take `array[index]` of every array in a pytree, inside `on_shards`: rows of the shard."""
+    """Take `array[index]` of every array in a pytree, inside `on_shards`: the shard's own rows."""
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 
 def reshape(array: jax.Array, shape: tuple[int, ...], *dims: str | None) -> jax.Array:
     """Reshape an array; the result has these logical axes, which XLA chooses in `auto_axes`.
 
-    A plain reshape loses the split of an axis of size 1.
+    A plain reshape drops the split of an axis of size 1.
     """
     explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
     return jnp.reshape(array, shape, out_sharding=axes(*dims) if explicit else None)

@@ -1,4 +1,4 @@
-"""Hooks of launch/train.py: programs are compiled ahead, errors explained, a report kept."""
+"""Hooks of launch/train.py: compile programs ahead of time, explain errors, write the report."""
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,7 @@ class StandardHooks(Hooks):
     """Hooks of one run: each run needs its own."""
 
     def check_model(self, config: Any, model: ModelConfig, prompts: int) -> None:
-        """Refuse a model whose largest arrays do not fit this machine's memory."""
+        """Refuse a model whose largest arrays do not fit in this machine's memory."""
         memory.check(config, model, prompts)
 
     def fitted(self, run: Run) -> Run:
@@ -28,18 +28,18 @@ class StandardHooks(Hooks):
         return fit.fit_rows_to_memory(run)
 
     def explaining(self, run: Run) -> contextlib.AbstractContextManager:
-        """Explain a lack of memory."""
+        """Explain an out-of-memory error."""
         return memory.explain_shortage(run.config, run.model, len(run.prompts.lens))
 
     def recording(self, run: Run, log: RunLog) -> contextlib.AbstractContextManager:
-        """Write the report page at the end, in whatever way that comes."""
+        """Write the report page at the end, however the run ends."""
         self._page = ReportWriter(log.workdir, log.writes and run.config.log.report, log.show)
         return contextlib.closing(self._page)
 
     def before_first_step(self, run: Run, state: RunState) -> None:
-        """Compile the run's programs side by side."""
+        """Compile the run's programs in parallel."""
         kept = state.arrays()
-        # A reference that is re-read from its source is not in the checkpoint, but it needs memory.
+        # A reference that is re-read from its source is not in the checkpoint, but takes memory.
         if state.reference:
             kept["reference"] = (state.reference.params, state.reference.adapters)
         if run.frozen:
@@ -51,7 +51,7 @@ class StandardHooks(Hooks):
         self._page.refresh()
 
     def at_end(self, run: Run, workdir: Path, finished: bool) -> None:
-        """Print where the report is, and sum a finished run up."""
+        """Print the report's path, and a summary if the run has finished."""
         if run.config.log.report:
             print(f"report: {workdir / REPORT}")
         if finished:

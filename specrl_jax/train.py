@@ -1,4 +1,4 @@
-"""Training loop: `train` opens a run, `loop` makes steps, evaluates and saves.
+"""Training loop: `train` opens a run, `loop` makes steps, evaluates and saves checkpoints.
 
 A `step` collects a batch and updates on it.
 """
@@ -33,26 +33,26 @@ from specrl_jax.training.state import RolloutState, RunState
 def step(run: Run, state: RunState, log: RunLog) -> None:
     """Collect a batch of responses and update on it; changes `state` and adds to `log`.
 
-    `BatchSource.next` collects: `collect.collect` has prompts → drafts → rollout → rewards → store,
-    until there is a batch. `learn.update_policy` has advantages → updates.
+    `BatchSource.next` collects: `collect.collect` repeats prompts → drafts → rollout → rewards →
+    store until there is a batch. `learn.update_policy` computes advantages → updates.
     """
     state.step += 1
     collected = state.batches.next(run, state, log.record)
     log.start(collected.step, collected.epoch)
     with log.clock.timed("time/update"):
         metrics = update_policy(run, state, collected)
-    log.add(collected.metrics | metrics)  # an advantage knows better which groups have a signal
+    log.add(collected.metrics | metrics)  # advantages know better which groups have a signal
 
 
 def loop(session: Session) -> None:
-    """Make steps until the last one or a stop request; evaluate, record and save on the way."""
+    """Make steps until the last one or a stop request; evaluate, record and save along the way."""
     run = session.run
     state = session.state
     checkpoints = session.checkpoints
     log = session.log
 
     def save(metric: float | None = None) -> None:
-        """Save the step, unless its checkpoint is there."""
+        """Save a checkpoint of the step, unless there is one."""
         state.batches.settle(log.record)
         checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
 
@@ -62,7 +62,7 @@ def loop(session: Session) -> None:
         save(log.write().get("reward/eval"))
     else:
         save()
-    # Before step 1 is recorded: a resume refuses such a record without a checkpoint.
+    # Before step 1 is recorded: a resume rejects such a record without a checkpoint.
     checkpoints.wait()
     stopped = False
     while state.step < run.total_steps and not (stopped := session.stop.agreed()):
@@ -74,7 +74,7 @@ def loop(session: Session) -> None:
         every = run.config.evaluate.every
         if every and (state.step % every == 0 or last):
             evaluate_held_out(run, state, log)
-        # Recorded first: a checkpoint without its record would lose the step on a resume.
+        # Recorded first: a checkpoint without its record would lose the step on resume.
         metric = log.write().get("reward/eval")
         due = state.step % run.config.checkpoint.every == 0 or last
         if due or checkpoints.is_best(metric):
@@ -85,7 +85,7 @@ def loop(session: Session) -> None:
 
 
 def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
-    """Log the mean reward on held-out prompts and the responses; nothing where there are none."""
+    """Log the mean reward and the responses on held-out prompts; a no-op without such prompts."""
     if not run.held_out:
         return
     with log.clock.timed("time/eval"):
@@ -108,12 +108,12 @@ def train(
     stop: StopRequest | None = None,
     hooks: Hooks | None = None,
 ) -> None:
-    """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
+    """Run `config` in `workdir` to its end on the mesh in use; a run that has begun resumes.
 
-    resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` starts
-    with. stop: a request in whose `with` block this is called. hooks: what is done beside the
-    steps, see `specrl_jax.standard_hooks`. Raises ValueError in one line where the configuration,
-    the data or `workdir` do not allow it, FloatingPointError where training diverges.
+    resume_from: RUN@STEP, a checkpoint of another work directory to start a new `workdir` from.
+    stop: a stop request whose `with` block encloses this call. hooks: what runs besides the steps,
+    see `specrl_jax.standard_hooks`. Raises a one-line ValueError if the configuration, the data or
+    `workdir` do not allow the run, FloatingPointError if training diverges.
     """
     with open_session(config, workdir, resume_from, stop, hooks) as session:
         if session is None:
@@ -126,7 +126,7 @@ def train(
 
 
 def time_rollouts(run: Run, state: RunState) -> None:
-    """Time decode steps of each width, and verification, where rollouts choose by them."""
+    """Time decode steps of each width, and verification, if rollouts choose by them."""
     timers = {"speculation": time_steps, "draft_choice": time_verification}
     for name, timer in timers.items():
         choice = getattr(state.rollout, name)
@@ -151,4 +151,4 @@ def _finish(session: Session, workdir: Path) -> None:
     if not finished:
         where = f"step {state.step} of {run.total_steps}"
         stopped = f"{session.stop.name}, saved at {where}"
-        print(f"{workdir}: {stopped}; run the same command to go on")
+        print(f"{workdir}: {stopped}; run the same command to resume")

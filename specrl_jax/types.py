@@ -1,8 +1,8 @@
 """Data that passes between modules.
 
 `Example` and `Prompts` live on the host; `Drafts`, `Rollout` and `Batch` are pytrees of device
-arrays. Response arrays are [B, R]: column j is the j-th response token, whatever the length of its
-prompt, so that verification, decoding and the update share one layout. Log-probs are in nats.
+arrays. Response arrays are [B, R]: column j is the j-th response token, however long the prompt is,
+so verification, decoding and the update share one layout. Log-probs are in nats.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from jax import Array
 
 from specrl_jax.sharding import axes
 
-# Task of an `Example` that fills up a batch; no file of data has that name.
+# Task of an `Example` that pads a batch; no data file has that name.
 FILLER_TASK = "<padding>"
 
 
 class StatePart:
-    """A part of the run's state that gives and takes back what a checkpoint holds."""
+    """Part of the run's state that is saved in checkpoints and restored from them."""
 
     def arrays(self) -> Any:
-        """Return the arrays that a checkpoint saves; `restore` gets arrays of this structure."""
+        """Return the arrays that a checkpoint saves; `restore` gets the same structure."""
         return {}
 
     def host(self) -> Any:
-        """Return the rest of what a checkpoint saves, JSON-able."""
+        """Return everything else that a checkpoint saves, JSON-able."""
         return {}
 
     def restore(self, host: Any, arrays: Any) -> "StatePart":
-        """Return the part as it was saved; may be `self`, changed."""
+        """Return the part as saved; may be `self`, modified."""
         raise NotImplementedError
 
 
@@ -41,16 +41,16 @@ class StatePart:
 class Example:
     """One problem of a dataset."""
 
-    prompt_id: str  # content hash of 16 hexadecimal digits, the same in every run
+    prompt_id: str  # content hash, 16 hexadecimal digits, the same in every run
     prompt: str | tuple[dict, ...]  # text, or chat messages {"role": ..., "content": ...}
     answer: str
     task: str
     metadata: dict[str, Any]
-    first_sample: int = 0  # number of the first response that this is for: groups may have parts
+    first_sample: int = 0  # index of this part's first response: a group may be split into parts
 
     @property
     def key(self) -> str:
-        """Name of the responses that this is for: those from `first_sample` on."""
+        """Key of this part's responses: those from `first_sample` on."""
         return f"{self.prompt_id}+{self.first_sample}" if self.first_sample else self.prompt_id
 
 
@@ -65,7 +65,7 @@ class Prompts:
 
     @classmethod
     def blank(cls, count: int, slots: int) -> "Prompts":
-        """Return prompts of zeros that fill their slots, for the shapes of what is made of them."""
+        """Return prompts of zeros that fill their slots, to derive shapes from."""
         return cls(
             tokens=np.zeros((count, slots), np.int32),
             lens=np.full(count, slots, np.int32),
@@ -93,45 +93,45 @@ class Prompts:
 class Source(enum.IntEnum):
     """Origin of a token of a response."""
 
-    SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
-    DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
+    SAMPLED = 0  # from the policy, without a draft or after the last accepted token
+    DRAFTED = 1  # from the policy, and equal to the draft's token in a decode step: it was free
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     ENVIRONMENT = 3  # from an environment
-    COPIED = 4  # of another row of its group, with which the row started
+    COPIED = 4  # from another row of its group, whose prefix the row started with
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Tokens of B responses, and what is kept of each, [B, T]; None: it is not kept."""
+    """Tokens of B responses, and columns with values per token, [B, T]; None: not kept."""
 
     ids: Array  # int32, right-padded
-    # float32, under this rollout's policy, with temperature, without top-k/top-p: the old log-probs
-    # of the update, unless it keeps the sampling mask
+    # float32, under this rollout's policy, with temperature, without top-k/top-p: the update's old
+    # log-probs, unless it keeps the sampling mask
     policy_logprobs: Array | None = None
     # float32, the same after top-k/top-p, from the step that sampled or last accepted each token:
-    # the denominator of the next acceptance, and the old log-probs of an update that keeps the
+    # the denominator at the next acceptance, and the old log-probs of an update that keeps the
     # sampling mask
     sampling_logprobs: Array | None = None
     sources: Array | None = None  # int8, a `Source` each
     origin_logprobs: Array | None = None  # float32, from the step that first sampled each token
     origin_steps: Array | None = None  # int32, that step
-    # float32, log-prob of a token accepted by a ratio under its draft's distribution; elsewhere as
-    # sampling_logprobs
+    # float32, log-prob of a token under its draft's distribution if accepted by a ratio; otherwise
+    # equal to sampling_logprobs
     draft_logprobs: Array | None = None
-    # The k likeliest tokens of the sampling distribution, likeliest first, where the acceptance
-    # rule needs distributions, or the update the tokens that could be sampled.
+    # The k likeliest tokens of the sampling distribution, likeliest first, if the acceptance rule
+    # needs distributions, or the update needs the tokens that could be sampled.
     top_ids: Array | None = None  # int32 [B, T, k]
     top_logprobs: Array | None = None  # float32 [B, T, k]
-    # float32 [B, T, k + 1], chance that a token of the draft was emitted here, by token of top_ids
-    # and of all others; 0 where there was none. Where a recipe asks for it.
+    # float32 [B, T, k + 1], probability that a draft token was emitted here, for each of top_ids
+    # and all other tokens; 0 without a draft token. Only if a recipe needs it.
     accepted_probs: Array | None = None
-    # `ModelConfig.routing` [B, T, L, k], ids + 1 of the experts of the token before, whose state
-    # chose this one, by layer; 0: not known. Where updates replay them.
+    # `ModelConfig.routing` [B, T, L, k], expert ids + 1 of the preceding token, whose state chose
+    # this one, by layer; 0: unknown. Only if updates replay them.
     routing: Array | None = None
 
     def only(self, *names: str) -> "Tokens":
-        """Return the ids and the columns of these names."""
+        """Return the ids and the named columns."""
         return Tokens(self.ids, **{name: getattr(self, name) for name in names})
 
     def like(self, other: "Tokens") -> "Tokens":
@@ -145,9 +145,9 @@ class Tokens:
 class Drafts:
     """Draft tokens of B rows."""
 
-    tokens: Tokens  # [B, R]; the ids alone where the acceptance rule samples every token anew
-    # int32 [B], where drafts end, counted from the response's beginning: a draft starts with the
-    # tokens that its row holds. 0 where there is none.
+    tokens: Tokens  # [B, R]; only ids if the acceptance rule samples every token anew
+    # int32 [B], ends of the drafts, counted from the start of the response: a draft starts with
+    # the tokens that its row already has. 0 without a draft.
     lens: Array
 
 
@@ -170,10 +170,10 @@ class Rollout:
         accepted: bool = False,
         routing: jax.ShapeDtypeStruct | None = None,
     ) -> "Rollout":
-        """Return responses of no tokens.
+        """Return empty responses.
 
-        k: likeliest tokens that are kept. accepted: with `Tokens.accepted_probs`. routing: of each
-        token; None: without.
+        k: number of likeliest tokens kept. accepted: with `Tokens.accepted_probs`. routing: shape
+        per token; None: without.
         """
 
         def zeros(dtype, *rest: int) -> Array:
@@ -199,15 +199,15 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Input of one update: B rows of T = P + R slots, prompt and response contiguous."""
+    """Input of one update: B rows of T = P + R slots, each a contiguous prompt and response."""
 
     tokens: Array  # int32 [B, T], right-padded
     prompt_lens: Array  # int32 [B]
     response_lens: Array  # int32 [B]
-    # float32 [B, R], as the rollout gave them: among all tokens, or among those of `support`
+    # float32 [B, R], from the rollout: over all tokens, or over those of `support`
     old_logprobs: Array
     advantages: Array  # float32 [B, R]
-    # float32 [B, R], under the same policy by the update's arithmetic; None: not asked for
+    # float32 [B, R], under the same policy by the update's arithmetic; None: not computed
     recomputed_logprobs: Array | None = None
     ref_logprobs: Array | None = None  # float32 [B, R]; None without a reference
     values: Array | None = None  # float32 [B, R], the critic's before the update; None without one
@@ -216,19 +216,19 @@ class Batch:
     from_environment: Array | None = (
         None  # bool [B, R], tokens that are not the policy's; None: none
     )
-    # int32 [B, R, k], ids that the truncated sampler allowed, and -1: log-probs are among these.
-    # None: among all tokens.
+    # int32 [B, R, k], ids that the truncated sampler allowed, padded with -1: log-probs are over
+    # these. None: over all tokens.
     support: Array | None = None
     routing: Array | None = None  # [B, R, L, k], `Tokens.routing` to replay; None: none
-    # float32 [B], weight of -log π, which is then a row's only loss: the policy did not write it.
-    # 0 for rows that it wrote; None: it wrote all.
+    # float32 [B], weight of -log π, the only loss of a row that the policy did not write. 0 for
+    # rows that it wrote; None: it wrote all.
     supervised: Array | None = None
-    # [B, ...] by name, columns that terms of the loss read
+    # [B, ...] by name, columns that loss terms read
     extra: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def mask(self) -> Array:
-        """Return bool [B, R], the tokens that are trained on."""
+        """Return bool [B, R], the tokens to train on."""
         slots = self.old_logprobs.shape[1]
         inside = jnp.arange(slots)[None, :] < self.response_lens[:, None]
         return inside if self.from_environment is None else inside & ~self.from_environment

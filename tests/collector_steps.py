@@ -80,7 +80,7 @@ def make_state(
 
 
 def one_step(state: RolloutState, weights, stored=None) -> Step:
-    """The next step's rollout; stored: gives earlier responses to prompts, as drafts."""
+    """The next step's rollout; stored: returns earlier responses to prompts, as drafts."""
     state.step += 1
     collector = state.collector
     before = copy.copy(collector)

@@ -28,7 +28,7 @@ def _add_flags(flags: dict[str, str]) -> None:
 def _start_jax() -> None:
     """XLA reads its flags once, when the first device is asked for.
 
-    Processes that tests start compile as a user's do, unless they are told otherwise.
+    Processes that tests start compile as a user's would, unless told otherwise.
     """
     flags = os.environ["XLA_FLAGS"]
     _add_flags(dict(flag.split("=") for flag in FAST_COMPILATION.split()))
@@ -80,8 +80,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_programs():
-    """Programs of one file are of no use to the next, and each holds a few of the memory maps that
-    a process may have (65,530 on Linux): a whole suite in one process would crash for want of them.
+    """Programs of one file are useless for the next, and each uses a few of the memory maps that a
+    process may have (65,530 on Linux): a whole suite in one process would run out and crash.
     """
     yield
     jax.clear_caches()

@@ -99,7 +99,7 @@ class Module:
 
 
 def _add(total: Collectives, part: Collectives, times: int | None = 1) -> None:
-    """Add a part of a program that runs so many times; None: unknown."""
+    """Add a part of a program that runs this many times; None: unknown."""
     for (kind, axes, in_loop), numbers in part.items():
         once = in_loop or times is None
         total[kind, axes, once] += numbers * (1 if once else times)

@@ -1,10 +1,10 @@
-"""Compile the kernels for packed tokens for GPUs that are absent, and print what each takes.
+"""Compile the kernels for packed tokens for absent GPUs, and print the resources of each.
 
     CUDA_PLUGIN_DIR=$PWD/cuda python tests/packed_kernels.py l4:1 h100:1
 
-A line of JSON for each chip, size of heads, type and kernel: the most registers of a thread, bytes
-of shared memory and bytes of registers that are spilt, of 2,560 and 10,240 tokens, without and with
-a window and a soft cap. docs/scaling.md says what must be installed.
+One line of JSON per chip, head size, type and kernel: the most registers per thread, bytes of
+shared memory and bytes of spilled registers, for 2,560 and 10,240 tokens, with and without a window
+and a soft cap. docs/scaling.md lists what must be installed.
 """
 
 import collections
@@ -48,7 +48,7 @@ def compile_kernels(
 
 
 def read_dump(folder: Path) -> dict[str, dict[str, int]]:
-    """Return, by the kernel's name, what NVIDIA's assembler and XLA say that it takes."""
+    """Return, by kernel name, the resources reported by NVIDIA's assembler and XLA."""
     thunks = next(folder.glob("*thunk_sequence.txt")).read_text()
     shared = dict(re.findall(r"\] (attend_packed\w*) grid.*shared_memory: (\d+) bytes", thunks))
     figures = {}

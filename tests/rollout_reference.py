@@ -408,7 +408,7 @@ def common_prefix(tokens_BR, lens_B, others_BR, other_lens_B) -> np.ndarray:
 def responses(next_probs, slots: int, eos, prefix=()) -> dict[tuple[int, ...], float]:
     """Every response that starts with `prefix`, and its probability given that.
 
-    next_probs: gives the next token's probabilities after a prefix.
+    next_probs: returns the next token's probabilities after a prefix.
     """
     if len(prefix) == slots or (prefix and prefix[-1] in eos):
         return {prefix: 1.0}

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, in place of a rollout: episodes by hand."""
+"""A policy that follows a script, in place of a rollout: episodes by hand."""
 
 import dataclasses
 

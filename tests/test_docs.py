@@ -135,7 +135,7 @@ def test_the_tutorials_task(tmp_path):
 @pytest.mark.slow
 @pytest.mark.smollm2
 def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
-    """As it stands, but for fewer steps."""
+    """Unchanged, except for fewer steps."""
     for folder in ("launch", "configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")

@@ -45,7 +45,7 @@ def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_pat
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, ended.arrays(), ended.host())
         begun = building.resume(again, others, checkpoints, 3)
-    assert "no reference of the KL penalty: it is made again" in capsys.readouterr().out
+    assert "no reference for the KL penalty: it is recreated" in capsys.readouterr().out
     arrays = {"train": begun.policy_state.modules, "reference": begun.reference.arrays()}
     for name, x in checkpoint._by_name(arrays).items():
         np.testing.assert_array_equal(x, saved(finished, 3)[name], strict=True)
@@ -61,7 +61,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
         small_runs.interrupt(MetricsLog, "write", 4, signal.SIGTERM)
         loop.train(small_config(LONG), workdir, hooks=StandardHooks())
     out = capsys.readouterr().out
-    assert "SIGTERM, saved at step 4 of 8; run the same command to go on" in out
+    assert "SIGTERM, saved at step 4 of 8; run the same command to resume" in out
     assert records(workdir) == records(finished)[:5]
     jax.clear_caches()  # as in a new process
     runtime.compile_metrics()  # from here on
@@ -74,7 +74,7 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
 
 
 def test_a_finished_run_is_left_as_it_is(finished, mesh, capsys):
-    """Also where the config says otherwise how and where it runs; other changes are refused."""
+    """Even if the config changes how and where it runs; other changes are rejected."""
     before = files(finished)
     changes = {"log.tracker": "wandb", "checkpoint.every": 1, "mesh.data": 1}
     loop.train(small_config(LONG | changes), finished, hooks=StandardHooks())
@@ -100,7 +100,7 @@ def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path
 
 
 def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_path, mesh):
-    """The last one of a finished run has one flipped bit. Without it the run goes on from 6."""
+    """The last one of a finished run has one flipped bit. Without it the run resumes from 6."""
     workdir = shutil.copytree(finished, tmp_path / "run")
     data = workdir / "checkpoints" / "8" / "arrays" / "d"
     path = max(data.iterdir(), key=lambda x: x.stat().st_size)

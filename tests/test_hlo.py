@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 def test_collectives_of_a_real_program(make_mesh):
     """A sum over fsdp in a loop of 5 passes, a gather over data once, an open loop, and a branch
-    that sends beside one that does not."""
+    that sends next to one that does not."""
     mesh = make_mesh(2, 2, 1)
 
     def program(x, steps):

@@ -1,7 +1,7 @@
 """Who may import whom: modules import one way. The linter keeps slow libraries inside functions.
 
 A module is a path below `specrl_jax/`: a file ("algorithms/losses") or a folder ("rollout"). The
-rule of a file is that of the longest path that holds it. A new file of `specrl_jax/` needs one.
+rule of a file is that of the longest path that contains it. A new file of `specrl_jax/` needs one.
 """
 
 import ast
@@ -132,8 +132,8 @@ _NAMED = re.compile(rf"({PACKAGE}(?:\.\w+)+)(?::\w+)?")
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all that is imported; `from a import b` gives a.b, which may be a
-    module. No import is relative: the linter sees to it. A text that names a module of ours, as
+    """(line, dotted name) of everything imported; `from a import b` gives a.b, which may be a
+    module. No import is relative: the linter checks that. A text that names one of our modules, as
     "package.module:function", is an import too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -145,14 +145,14 @@ def _imports(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _module(files, name: str) -> str:
-    """specrl_jax.models.hf.load → models/hf; "" for what is no module of ours."""
+    """specrl_jax.models.hf.load → models/hf; "" for anything that is not our module."""
     package, *parts = name.split(".")
     paths = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)] if package == PACKAGE else []
     return next((path for path in paths if any(_within(file, [path]) for file in files)), "")
 
 
 def _within(path: str, modules) -> str:
-    """The longest of the modules that holds `path`; "" for none."""
+    """The longest of the modules that contains `path`; "" for none."""
     holds = [module for module in modules if path == module or path.startswith(f"{module}/")]
     return max(holds, key=len, default="")
 

@@ -45,7 +45,7 @@ def images(notebook) -> int:
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs a notebook where it lies, on a kernel of its own; returns it with its new outputs."""
+    """Runs a notebook in place, on its own kernel; returns it with its new outputs."""
     monkeypatch.delenv("MPLBACKEND")
     monkeypatch.setenv("PYTHONPATH", "")  # the notebook finds the checkout by itself
     for name, value in ONE_DEVICE.items():

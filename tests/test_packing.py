@@ -75,7 +75,7 @@ def test_rows_lie_one_after_the_other_or_one_in_a_sequence():
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("name", PACKINGS)
 def test_a_sequence_for_as_many_rows_as_it_has_room_for_is_enough(name, seed):
-    """Rows of at most 8 tokens, in sequences that hold one or two of the longest ones."""
+    """Rows of at most 8 tokens, in sequences with room for one or two of the longest ones."""
     tokens, lens = _pad(_random_rows(seed))
     packing = PACKINGS[name]
     tries, _ = pack(tokens, lens, packing.rows_per_sequence * tokens.shape[1], packing)

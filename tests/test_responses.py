@@ -94,7 +94,7 @@ def stop_of(tokenizer, strings):
 
 @pytest.mark.parametrize("make", [byte_level, pieces])
 def test_a_turn_ends_where_its_text_has_the_string(make, tmp_path):
-    """Token by token, whatever bytes of a character a token holds."""
+    """Token by token, whatever bytes of a character a token contains."""
     tokenizer = make(tmp_path)
     for string in STOPS[:-1]:
         stop = stop_of(tokenizer, [string])
@@ -144,6 +144,6 @@ def test_one_line_where_a_string_cannot_be_written(tmp_path):
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
     assert stop_of(tokenizer, ["5 4"]).strings == ("5 4",)
     for string, rest in (("5é", "é"), ("4 6", " 6"), ("x", "x")):
-        line = f"got {string!r}: no tokens go on with {rest!r}; choose another text"
+        line = f"got {string!r}: no tokens produce {rest!r}; choose another text"
         with pytest.raises(ValueError, match=line):
             stop_of(tokenizer, [string])

@@ -1,4 +1,4 @@
-"""What the rooms and the recipes declare is gathered whole, and without what is slow to import."""
+"""All declarations of subpackages and recipes are gathered, without slow imports."""
 
 import pathlib
 import subprocess

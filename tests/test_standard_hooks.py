@@ -78,7 +78,7 @@ def test_blocks_of_a_run_end_however_it_ends(mesh, tmp_path, monkeypatch, capsys
     hooks = Noted()
     loop.train(small_config(SAVED), tmp_path / "stopped", hooks=hooks)
     assert hooks.calls == [*BEGIN, "before step 1", "saved", *END, "stopped"]
-    assert "saved at step 3 of 4; run the same command to go on" in capsys.readouterr().out
+    assert "saved at step 3 of 4; run the same command to resume" in capsys.readouterr().out
 
 
 def test_a_run_without_hooks_is_the_same_run(mesh, tmp_path, capsys):

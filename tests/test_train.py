@@ -41,7 +41,7 @@ REUSE = "rollout/reuse_fraction"
 def run(tmp_path_factory, make_mesh):
     """run({"field": value}, steps=4) → the work directory; each configuration is run once.
 
-    What a run prints is in output.txt beside its directory.
+    A run's output is in output.txt next to its directory.
     """
 
     @functools.cache
@@ -98,7 +98,7 @@ EVALUATED = ALL_ROWS | {
 
 def test_a_reward_that_scores_nothing_is_told_before_anything_compiles(tmp_path, make_mesh):
     config = small_config({"reward.name": "small_runs:never", "reward.extract": ""})
-    error = r"^reward.name must score responses, small_runs:never scores neither .* 'column'$"
+    error = r"^reward.name must score responses; small_runs:never scores neither .* 'column'$"
     with jax.set_mesh(make_mesh(1, 1, 1)), pytest.raises(ValueError, match=error):
         loop.train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
@@ -125,7 +125,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(
 def test_every_metric_of_every_step_once(run):
     workdir = run(EVALUATED)
     output = workdir.with_name("output.txt").read_text()
-    assert "algorithm.keep_sampling_mask=True makes them" in output
+    assert "algorithm.keep_sampling_mask=True restricts them" in output
     lines = records(workdir, times=True)
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]
@@ -251,11 +251,11 @@ def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
 @pytest.mark.parametrize(
     ("name", "is_file", "rule"),
     [
-        ("", True, "a folder, it is a file"),
-        ("rollouts", True, "a folder, it is a file"),
-        ("checkpoints", True, "a folder, it is a file"),
-        ("config.json", False, "a file, it is a folder"),
-        ("reward_failures.jsonl", False, "a file, it is a folder"),
+        ("", True, "a folder, but is a file"),
+        ("rollouts", True, "a folder, but is a file"),
+        ("checkpoints", True, "a folder, but is a file"),
+        ("config.json", False, "a file, but is a folder"),
+        ("reward_failures.jsonl", False, "a file, but is a folder"),
     ],
 )
 def test_what_is_in_the_way_is_told_before_anything_is_loaded(tmp_path, name, is_file, rule):

@@ -104,7 +104,7 @@ def distance(one, two) -> float:
 
 
 def pack(batch: Batch, update_spec=LEARNER, rows=range(ROWS), included=None, chunk=TWO_ROWS):
-    """chunk: tokens that a shard computes at once; few, so that gradients of several are added."""
+    """chunk: tokens that a shard computes at a time; few, so gradients of several are added."""
     with mock.patch.dict(sharding.CHUNK_TOKENS, cpu=chunk):
         return pack_rows(update_spec, RowTokens.fetch(batch), np.array(rows), included)
 

@@ -11,7 +11,7 @@ _kept = []
 
 
 def odd(response, answer, task, metadata):
-    """Does what the response says, else scores its length."""
+    """Does what the response tells it, else scores its length."""
     if response == "hang":
         while True:
             pass
@@ -63,7 +63,7 @@ def execute(response, answer, task, metadata):
 
 
 def trusting(response, answer, task, metadata):
-    """What is left to a scorer that says it needs it."""
+    """What is left to a scorer that declares that it needs it."""
     socket.socket().close()
     return response in os.environ
 
@@ -100,7 +100,7 @@ _judged = []
 
 
 def careless(responses, answers, tasks, metadatas):
-    """Does what the first response says."""
+    """Does what the first response tells it."""
     if responses[0] == "raise":
         raise ConnectionError("no answer\nfrom the server")
     if responses[0] == "few":
@@ -119,12 +119,12 @@ singles.batched = True
 
 
 def ends(response, answer, *, ended, **others):
-    """1 for a response that came to its end."""
+    """1 for a response that finished."""
     return float(ended)
 
 
 def others_alone(response, answer, **others):
-    """1 where nobody says whether it ended."""
+    """1 if it is unknown whether it ended."""
     return float("ended" not in others)
 
 

@@ -1,10 +1,10 @@
-"""Episodes that live in worker processes: responses in, the environment's answers out.
+"""Episodes that live in worker processes: responses in, the environment's replies out.
 
-`EnvironmentPool` takes the name of an environment. `begin` gives an `Episode` for each problem,
-`submit` hands over the policy's responses, or asks what an episode is worth so far, `collect` waits
-for answers, `end` frees the processes. An environment that raises, hangs or dies costs its own
-episode. Where a process ends for another reason, replayable environments are played again from
-their responses; the episodes of others fail.
+`EnvironmentPool` takes the name of an environment. `start` returns an `Episode` for each problem,
+`submit` passes on the policy's responses or requests an episode's score so far, `collect` waits for
+replies, `end` frees the processes. An environment that raises, hangs or dies only costs its own
+episode. If a process ends for another reason, replayable environments are replayed from their
+responses; other episodes fail.
 """
 
 import contextlib
@@ -33,38 +33,38 @@ END, TELL = ON_TIMEOUT = ("end", "tell")  # values of environment.on_timeout
 
 @dataclass(eq=False)
 class Episode:
-    """One episode of a problem, as the pool knows it."""
+    """One episode of a problem, as tracked by the pool."""
 
     key: int
     problem: tuple[str, str, dict]  # answer, task, metadata
     worker: Worker
-    home: Connection | None = None  # to the worker whose process holds it
+    home: Connection | None = None  # to the worker with its process
     responses: list[str] = field(default_factory=list)
-    scores: bool = False  # there are no more: what it is worth so far is asked for
+    scores: bool = False  # there are no more: its score so far is requested
     reward: float = 0.0  # of its turns
     number: int = -1  # of the last request
-    tries: int = 0  # processes that have ended while it waited for the answer to come
-    waits: bool = False  # for an answer
-    answer: StepResult | None = None  # that has come, and that nobody has collected
+    tries: int = 0  # processes that ended while it waited for the pending reply
+    waits: bool = False  # for a reply
+    answer: StepResult | None = None  # that has arrived but is not collected yet
 
     @property
     def calls(self) -> int:
-        """Number of calls of the environment so far."""
+        """Number of calls to the environment so far."""
         return len(self.responses) + self.scores
 
 
 class EnvironmentPool(WorkerPool):
-    """Runs episodes of an environment. Calls are safe from several threads.
+    """Runs episodes of an environment. Calls are thread-safe.
 
     name: of `ENVIRONMENTS`, or module:Class.
     timeout: CPU seconds that a step may take, see `time_limit`.
     memory_mib: MiB that the process of an episode may allocate (Linux only).
     workers: number of processes that start those of the episodes; 0: one per core, at most 16.
-    threshold: > 0: the reward of an episode is 1 where the sum of its turns' reaches it, else 0.
-    readable: paths that an episode may read besides Python and libraries, with : between them.
-    on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or is an answer.
+    threshold: > 0: an episode's reward is 1 if the sum over its turns reaches it, else 0.
+    readable: paths that an episode may read besides Python and libraries, separated by ":".
+    on_timeout: of `ON_TIMEOUT`: a step that takes too long ends its episode, or gets a reply.
     extract: a regular expression; group 1 of its last match in a response is what a step gets, ""
-      where there is none. A response with a call of a tool is not searched.
+      if there is none. A response with a tool call is not searched.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EnvironmentPool(WorkerPool):
         if on_timeout == TELL and loaded.after_timeout is None:
             raise ValueError(
                 f"environment.on_timeout must be {END} where environment.name is {name}, got "
-                f"{TELL!r}: its class must say replayable or after_timeout, see docs/agents.md"
+                f"{TELL!r}: its class must set replayable or after_timeout, see docs/agents.md"
             )
         limits = (float(timeout), int(memory_mib))
         paths = parse_readable(readable)
@@ -92,20 +92,20 @@ class EnvironmentPool(WorkerPool):
         settings = Settings(prepare, (name, extract), *limits, loaded.contained, paths)
         executes = "" if loaded.shares else name
         super().__init__(program, settings, num_workers(workers), executes, "environment.name")
-        self.replayable = loaded.replayable  # answers depend on responses alone, and come soon
+        self.replayable = loaded.replayable  # replies depend only on responses, and come soon
         self._after_timeout = loaded.after_timeout if on_timeout == TELL else None
         self.reads_whole = loaded.reads_whole  # responses with their thoughts
-        self.scores = loaded.scores  # it says what an episode is worth that a bound cuts short
+        self.scores = loaded.scores  # it can score an episode that a limit cuts short
         self.pays_at_end = loaded.pays_at_end  # such an episode has no reward, unless it scores
-        self.call_end = loaded.call_end  # text that ends a call of a tool
+        self.call_end = loaded.call_end  # text that ends a tool call
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._numbers = itertools.count()
         self._episodes: dict[int, Episode] = {}  # by their last request
         self._live: set[Episode] = set()
-        # What workers report, and None where one has ended.
+        # Reports from workers, and None when one has ended.
         self._reports: queue.SimpleQueue[tuple[Connection, list | None]] = queue.SimpleQueue()
-        self._read: set[Connection] = set()  # that a thread reads
+        self._read: set[Connection] = set()  # those that a thread reads
         self._stop = threading.Event()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class EnvironmentPool(WorkerPool):
         super().close()
 
     def start(self, problems: Sequence[tuple[str, str, dict]]) -> list[Episode]:
-        """Begin an episode of each problem: its answer, task and metadata."""
+        """Start an episode for each problem: its answer, task and metadata."""
         with self._lock:
             self._check_open()
             workers = itertools.cycle(self._workers)
@@ -122,11 +122,11 @@ class EnvironmentPool(WorkerPool):
             return episodes
 
     def submit(self, episodes: Sequence[Episode], responses: Sequence[str | None]) -> None:
-        """Hand over the next response of each episode; it must not wait for an answer.
+        """Pass on the next response of each episode; it must not be waiting for a reply.
 
-        None in place of a response: there are no more, and the environment says what the episode
-        is worth so far; where `scores` alone.
-        Raises ChildProcessError where no worker starts, RuntimeError where the pool is closed.
+        None in place of a response: there are no more, and the environment scores the episode so
+        far; only if `scores`.
+        Raises ChildProcessError if no worker starts, RuntimeError if the pool is closed.
         """
         with self._lock:
             self._check_open()
@@ -141,9 +141,9 @@ class EnvironmentPool(WorkerPool):
             self._warn()
 
     def collect(self, episodes: Sequence[Episode], most_waiting: int = 0) -> dict[int, StepResult]:
-        """Wait until at most so many of the episodes wait; answers that came, by their index.
+        """Wait until at most `most_waiting` episodes wait; return replies by episode index.
 
-        The reward of an answer is that of all turns so far. Raises what `submit` raises.
+        A reply's reward is that of all turns so far. Raises what `submit` raises.
         """
         with self._lock:
             while sum(x.waits for x in episodes) > most_waiting:
@@ -156,7 +156,7 @@ class EnvironmentPool(WorkerPool):
             return answers
 
     def end(self, episodes: Sequence[Episode]) -> None:
-        """End episodes, whether they are over or not."""
+        """End episodes, whether or not they are over."""
         with self._lock:
             self._live.difference_update(episodes)
             requests: dict[Connection, list[Request]] = {}
@@ -169,7 +169,7 @@ class EnvironmentPool(WorkerPool):
             self._send(requests)
 
     def _request(self, episodes: Sequence[Episode]) -> None:
-        """Ask for answers to the last responses."""
+        """Request replies to the last responses."""
         requests: dict[Connection, list[Request]] = {}
         for episode in episodes:
             self._episodes.pop(episode.number, None)
@@ -191,11 +191,11 @@ class EnvironmentPool(WorkerPool):
     def _send(self, requests: dict[Connection, list[Request]]) -> None:
         beside = 2 * len(self._live)
         for conn, items in requests.items():
-            with contextlib.suppress(OSError):  # a worker that has ended is noticed by its thread
+            with contextlib.suppress(OSError):  # its thread notices a worker that has ended
                 conn.send((beside, items))
 
     def _start(self, worker: Worker) -> Connection:
-        """Return the connection to a worker that is ready, and is read by a thread."""
+        """Return the connection to a ready worker that a thread reads."""
         begun = time.monotonic()
         while True:
             try:
@@ -210,14 +210,14 @@ class EnvironmentPool(WorkerPool):
         return conn
 
     def _read_reports(self, conn: Connection) -> None:
-        """Read always, in a thread: so the worker and this process never both wait to write."""
+        """Read continuously, in a thread: so worker and process never both block on writing."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             while True:
                 self._reports.put((conn, json.loads(conn.recv_bytes())))
         self._reports.put((conn, None))
 
     def _take_reports(self, wait: bool) -> None:
-        """Take the reports that have come; wait: at least one, or the end of a worker."""
+        """Process the reports that have arrived; wait: for at least one, or the end of a worker."""
         reports = []
         if wait:
             turns = max((x.calls for x in self._live if x.waits), default=1)
@@ -225,23 +225,23 @@ class EnvironmentPool(WorkerPool):
             try:
                 reports.append(self._reports.get(timeout=patience))
             except queue.Empty:
-                self._kill()  # their threads tell of their end
+                self._kill()  # their threads report their end
         while not self._reports.empty():
             reports.append(self._reports.get())
         self._request([episode for report in reports for episode in self._take(*report)])
 
     def _take(self, conn: Connection, report: list | None) -> list[Episode]:
-        """Note what a worker reports; return the episodes that are to be played again."""
+        """Record a worker's report; return the episodes to replay."""
         if report is None:
             self._read.discard(conn)
             for worker in self._workers:
                 if worker.conn is conn:
-                    worker.kill()  # the rest of it: another one is started in its place
+                    worker.kill()  # the rest of it: another one is started instead
             lost = [x for x in self._episodes.values() if x.home is conn]
             return [x for x in lost if self._is_lost(x, StepReport(x.number, None, False, 1))]
         number, result, *rest = report
         episode = self._episodes.get(number)
-        if episode is None:  # it has gone on, or has ended
+        if episode is None:  # it has continued, or has ended
             return []
         result = None if result is None else StepResult(*result)
         news = StepReport(number, result, *rest)
@@ -251,7 +251,7 @@ class EnvironmentPool(WorkerPool):
         return [episode] if self._is_lost(episode, news) else []
 
     def _is_lost(self, episode: Episode, report: StepReport) -> bool:
-        """Note that no process holds an episode; return whether it is to be played again."""
+        """Record that no process has an episode; return whether to replay it."""
         episode.home = None
         if not episode.waits:
             return False
@@ -270,7 +270,7 @@ class EnvironmentPool(WorkerPool):
     def _tell(self, episode: Episode, failure: str) -> None:
         """Tell the policy that its turn took too long; the next one starts a process.
 
-        That one plays the turns before this one again, where they get the same answers.
+        That process replays the turns before this one, if they get the same replies.
         """
         step = self._after_timeout
         if self.replayable:

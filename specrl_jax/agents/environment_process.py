@@ -1,10 +1,10 @@
 """Program of an environment's worker: an episode lives in a process until it is over.
 
-Takes `Request`s from `environment_pool`, and reports a `StepResult` for each response. The guard is
-that of `worker_process`. The template forks a keeper for an episode, which forks the process that
-holds the environment, hands it one response after another within the limits, and ends it with all
-that it has started. The class's own code runs in that process alone. Classes that are trusted and
-replayable share one for all episodes of a worker, as a lost one is played again. No JAX.
+Takes `Request`s from `environment_pool`, and reports a `StepResult` for each response. It is
+contained like `worker_process`. The template forks a keeper for an episode, which forks the process
+with the environment, passes it one response after another within the limits, and ends it with
+everything that it started. The class's own code runs only in that process. Trusted, replayable
+classes share one for all episodes of a worker, as a lost one is replayed. No JAX.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ from specrl_jax.sandbox import containment, linux, worker_process
 from specrl_jax.sandbox.time_limit import TimeLimit
 from specrl_jax.sandbox.worker_process import CONTAINED, Result, Settings
 
-MAX_STEPS = 16  # steps of a worker at the same time: most of them may wait for other programs
-MAX_TRIES = 3  # processes that may end while an episode waits for one answer
-_SHARED = -1  # stands for the process that holds all episodes
+MAX_STEPS = 16  # steps of a worker at a time: most of them may wait for other programs
+MAX_TRIES = 3  # processes that may end while an episode waits for one reply
+_SHARED = -1  # key of the process with all episodes
 
 
 class Request(NamedTuple):
-    """Responses of an episode to step through; the last one's answer is reported."""
+    """Responses of an episode to step through; the last one's reply is reported."""
 
-    number: int  # of the request, in its report
+    number: int  # of the request, repeated in its report
     episode: int
-    problem: tuple | None  # answer, task, metadata, to start with; None: the episode goes on
+    problem: tuple | None  # answer, task, metadata, to start with; None: the episode continues
     responses: Sequence[str]
-    scores: bool = False  # what the episode is worth so far is reported, after all responses
+    scores: bool = False  # report the episode's score so far, after all responses
 
     @property
     def answers(self) -> int:
@@ -60,44 +60,44 @@ class StepReport(NamedTuple):
     """Result of a request."""
 
     number: int
-    result: StepResult | None  # None: none came, and the response need not be the cause
-    lives: bool  # whether a process still holds the environment
-    tries: int = 0  # of `MAX_TRIES`, that this has cost, where no process holds it
-    late: bool = False  # whether the time for it was over
+    result: StepResult | None  # None: none came, not necessarily because of the response
+    lives: bool  # whether a process still has the environment
+    tries: int = 0  # of `MAX_TRIES`, used up by this if no process has it
+    late: bool = False  # whether its time was over
 
 
 class LoadedEnvironment(NamedTuple):
-    """Environment as the workers run it."""
+    """Environment in the form that workers run."""
 
     make: Callable[[], Environment]
-    contained: bool  # False: the class says `contained = False`
+    contained: bool  # False: the class has `contained = False`
     replayable: bool
-    shares: bool  # one process holds all episodes of a worker
-    after_timeout: Step | None  # answer to a step that took too long; None: the episode is over
+    shares: bool  # one process runs all episodes of a worker
+    after_timeout: Step | None  # reply to a step that took too long; None: the episode is over
     reads_whole: bool = False  # responses with their thoughts
-    scores: bool = False  # it says what an episode is worth so far
+    scores: bool = False  # it can score an episode so far
     pays_at_end: bool = False  # an episode that is cut short has no reward, unless it scores
-    call_end: str = ""  # text that ends a call of a tool
+    call_end: str = ""  # text that ends a tool call
     pattern: re.Pattern | None = None  # of `reward.extract`, for responses without a call
-    starts_program: bool = False  # for what a response says
+    starts_program: bool = False  # for what a response contains
 
 
 def load(name: str, extract: str = "") -> LoadedEnvironment:
-    """Load the environment; ValueError in one line. extract: `reward.extract`."""
+    """Load the environment; one-line ValueError if that fails. extract: `reward.extract`."""
     make = load_environment(name)
     contained = bool(getattr(make, "contained", True))
     replayable = bool(getattr(make, "replayable", False))
     trusted = not contained or name in ENVIRONMENTS
     after_timeout = Step("this turn had no effect") if replayable else None
     if (own := getattr(make, "after_timeout", None)) is not None:
-        with one_line(f"after_timeout of environment.name={name} must be a step that goes on"):
+        with one_line(f"after_timeout of environment.name={name} must be a step that continues"):
             after_timeout = check_step(own)
             if after_timeout.done:
                 raise ValueError("it is done")
     reads_whole = bool(getattr(make, "reads_whole", False))
     if reads_whole and extract:
         raise ValueError(
-            f'reward.extract must be "" where environment.name is {name}, which takes the whole '
+            f'reward.extract must be "" where environment.name is {name}, which reads the whole '
             f"response, got {extract!r}"
         )
     return LoadedEnvironment(
@@ -124,7 +124,7 @@ def prepare(name: str, extract: str) -> LoadedEnvironment:
 
 
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
-    """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
+    """Serve until the parent closes its ends of the pipe and the lifeline, or is gone."""
     worker_process.guard(_Template, conn_fd, lifeline_fd, Settings(*settings))
 
 
@@ -133,17 +133,17 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
 
 @dataclass
 class _Held:
-    """A keeper's process as the template knows it, and what it is to do."""
+    """A keeper's process as known to the template, and its pending work."""
 
     pid: int = 0  # 0: not started
     conn: Connection | None = None
     numbers: dict[int, int] = field(default_factory=dict)  # episode → its last request
     waiting: list[Request] = field(default_factory=list)
-    running: int = 0  # requests that a report is to come of
+    running: int = 0  # requests whose report is pending
 
 
 class _Template(worker_process.Template):
-    """Hands requests to the keepers, and their reports to the parent."""
+    """Passes requests to the keepers, and their reports to the parent."""
 
     def load(self) -> bool:
         apart = super().load()
@@ -155,7 +155,7 @@ class _Template(worker_process.Template):
         return apart
 
     def serve_next(self) -> None:
-        """Wait for the parent or a keeper, take what it sends, and start steps."""
+        """Wait for the parent or a keeper, receive what it sends, and start steps."""
         keys = {held.conn: key for key, held in self._held.items() if held.conn}
         for conn in wait([self._conn, *keys]):
             if conn is self._conn:
@@ -186,7 +186,7 @@ class _Template(worker_process.Template):
         held.waiting.append(request)
 
     def _take_report(self, key: int) -> None:
-        """Pass a keeper's report on; without its process, say which episodes are lost."""
+        """Pass on a keeper's report; if its process is gone, report which episodes are lost."""
         held = self._held[key]
         report = None
         with contextlib.suppress(EOFError, OSError):
@@ -200,14 +200,14 @@ class _Template(worker_process.Template):
                     self._send(StepReport(number, None, False, tries=report is None))
 
     def _end(self, key: int) -> None:
-        """Let a keeper end its process, and itself."""
+        """Tell a keeper to end its process and itself."""
         held = self._held.pop(key)
         if held.conn is not None:
             held.conn.close()
             self._ended.append(held.pid)
 
     def _start_steps(self) -> None:
-        """Hand over what waits, to no more than `MAX_STEPS` at a time."""
+        """Start what waits, with no more than `MAX_STEPS` at a time."""
         running = sum(held.running > 0 for held in self._held.values())
         for held in self._held.values():
             if running >= MAX_STEPS:
@@ -217,7 +217,7 @@ class _Template(worker_process.Template):
             if held.conn is None:
                 self._start(held)
             held.running = sum(request.answers > 0 for request in held.waiting)
-            with contextlib.suppress(OSError):  # its end is noticed as it is waited for
+            with contextlib.suppress(OSError):  # its end is noticed later, when waiting for it
                 held.conn.send(held.waiting)
             held.waiting = []
             running += held.running > 0
@@ -246,16 +246,16 @@ class _Template(worker_process.Template):
 
 @dataclass
 class _Keeper:
-    """Hands responses to the process that holds an environment, and ends it."""
+    """Passes responses to the process with an environment, and ends it."""
 
     loaded: LoadedEnvironment
     settings: Settings
     cell: containment.Cell
-    beside: int  # processes of other episodes
+    beside: int  # number of processes of other episodes
     conn: Connection  # to the template
 
     def keep(self, folder: str) -> None:
-        """Serve requests until there are no more, or the process has ended."""
+        """Serve requests until there are no more or the process has ended."""
         self.cell.enter_folder(folder)
         self._start()
         code = None
@@ -279,7 +279,7 @@ class _Keeper:
         os.set_blocking(self.request_fd, False)
 
     def _step(self, requests: Sequence[Request]) -> int | None:
-        """Report what comes of requests; return the exit code of a process that has ended."""
+        """Report the results of requests; return the exit code of a process that has ended."""
         timeout = self.settings.timeout
         _write(self.request_fd, pickle.dumps(requests), TimeLimit(timeout))
         for request in requests:
@@ -301,20 +301,20 @@ class _Keeper:
         return None
 
     def _stop(self) -> int:
-        """End the process with all that it has started; its exit code."""
+        """End the process with everything that it started; return its exit code."""
         all_end_with_it = self._alone or self.cell.trusts
         end = containment.end_group if all_end_with_it else containment.end_children
         return end(self.pid)
 
 
 def _read(line: bytes) -> StepResult:
-    """Read what a process reports of a step."""
+    """Read what a process reports about a step."""
     step, failure = Result.from_line(line, _check)
     return StepResult(failure=failure) if failure else StepResult(**step._asdict())
 
 
 def _check(values: Iterable) -> Step:
-    """Return the `Step` of its values; an exception where they make none."""
+    """Return the `Step` with these values; raise if they do not form one."""
     step = check_step(values)
     return step._replace(reward=checked(step.reward))
 
@@ -333,9 +333,9 @@ def _write(fd: int, data: bytes, limit: TimeLimit) -> None:
 def _live(
     loaded: LoadedEnvironment, cell: containment.Cell, request_fd: int, reports: BinaryIO
 ) -> None:
-    """Hold environments, and step through requests until there are no more."""
+    """Run environments, and step through requests until there are no more."""
     pid = os.getpid()
-    if not loaded.shares:  # else all episodes would draw the same
+    if not loaded.shares:  # otherwise all episodes would draw the same
         random.seed()
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
@@ -350,7 +350,7 @@ def _live(
                 step = partial(_step, loaded, environments, request)
                 alone = not loaded.shares
                 result = worker_process.within_memory(cell, step, for_good=alone, hint=hint)
-                if os.getpid() != pid:  # a copy that the environment has forked
+                if os.getpid() != pid:  # a copy forked by the environment
                     return
                 reports.write(result.to_line())
 

@@ -1,6 +1,6 @@
-"""Multi-turn environments: they answer responses until an episode is over.
+"""Multi-turn environments: they reply to responses until an episode is over.
 
-One of `ENVIRONMENTS`, of the packages of `PACKAGES`, or a user's own class by `module:Class`: of
+One of `ENVIRONMENTS`, of the packages in `PACKAGES`, or a user's own class as `module:Class`, with
 the protocol `environment_protocol.Environment`. No JAX.
 """
 
@@ -17,7 +17,8 @@ from specrl_jax.rewards.scorers import load_by_name
 
 
 class Guess:
-    """Guess a number: "<" says that it is smaller, ">" larger, "?" that the response is no number.
+    """Guess a number: "<" means that it is smaller, ">" larger, "?" that the response is not a
+    number.
 
     The right number ends the episode with reward 1.
     """
@@ -38,10 +39,10 @@ class Guess:
 
 
 class Calculator:
-    """Answer a response that ends in "[12*(3+4)]" by "84"; take any other as the final answer.
+    """Reply to a response that ends in "[12*(3+4)]" with "84"; any other is the final answer.
 
-    Reward 1 if the final answer equals the problem's, blanks at both ends aside. It knows numbers,
-    brackets and + - * / // % **; anything else is answered by "?".
+    Reward 1 if the final answer equals the problem's, ignoring blanks at both ends. It supports
+    numbers, brackets and + - * / // % **; the reply to anything else is "?".
     """
 
     replayable = True
@@ -72,7 +73,7 @@ _OPERATORS = {
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an arithmetic expression, "?" where it has none."""
+    """Return the value of an arithmetic expression, "?" if it has none."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return f"{value:.10g}" if isinstance(value, float) else str(value)
@@ -115,7 +116,7 @@ def _verifiers(name: str) -> Callable[[], Environment]:
     return load_taskset(name)
 
 
-# Packages of environments, by what stands before a colon in environment.name.
+# Packages of environments, by the prefix before a colon in environment.name.
 PACKAGES: dict[str, Callable[[str], Callable[[], Environment]]] = {
     "textarena": _textarena,
     "verifiers": _verifiers,
@@ -123,7 +124,7 @@ PACKAGES: dict[str, Callable[[str], Callable[[], Environment]]] = {
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """Return the class called `name`; ValueError in one line if there is none."""
+    """Return the class called `name`; a one-line ValueError if there is none."""
     package, _, environment = name.partition(":")
     if package in PACKAGES and environment:
         return PACKAGES[package](environment)

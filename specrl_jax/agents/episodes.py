@@ -1,16 +1,16 @@
 """Episodes: one rollout of B rows, with an environment between a row's turns.
 
 With an environment a response is a whole episode in one row: the policy's turns, each up to its end
-of sequence, and between them what the environment answered. The environment's tokens are never
-sampled, verified or trained on. Noise is keyed by a token's position in the row, so drafts change
-no token: a row's earlier episode drafts a turn as long as all tokens before it are the same.
+of sequence, with the environment's replies in between. Environment tokens are never sampled,
+verified or trained on. Noise is keyed by a token's position in the row, so drafts change no token:
+a row's earlier episode drafts a turn as long as all tokens before it are the same.
 
-A turn that the length cut is not handed over: its environment does not see it. What an episode is
-worth that such a cut or `max_turns` has ended is asked for, where the environment says so.
+A turn cut by the length limit is not passed on: its environment does not see it. An episode that
+was ended by such a cut or by `max_turns` is scored so far, if the environment can do that.
 
-Rows need not be in the same turn. Once no more than a share of them still generates, or waits for
-its environment (`allow_unfinished`), all others go on. Replayable environments are always waited
-for, so that no clock decides which rows are computed together.
+Rows need not be in the same turn. Once no more than a share of them still generates or waits for
+its environment (`allow_unfinished`), all others continue. Replayable environments are always waited
+for, so timing never decides which rows are computed together.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ from specrl_jax.types import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class PlayedResult(RolloutResult):
-    """B episodes as they ended."""
+    """B finished episodes."""
 
     rewards: Rewards
-    ended: np.ndarray  # bool [B], rows that the length did not cut
+    ended: np.ndarray  # bool [B], rows that the length limit did not cut
     turns: Turns
 
 
 class Episodes:
-    """Episodes in progress, one a row; arrays are [B].
+    """Episodes in progress, one per row; arrays are [B].
 
-    A row is in the middle of a turn, or waits for its environment, or is over. Each process runs
-    the environments of a part of the rows.
+    A row is in the middle of a turn, waits for its environment, or is over. Each process runs the
+    environments of a part of the rows.
     """
 
     def __init__(self, responder: Any, prompts: Prompts, rollout: EpisodeRollout, clock: Stopwatch):
@@ -62,17 +62,17 @@ class Episodes:
         self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)  # for the environment
-        self.cut = np.zeros(rows, bool)  # by the length, in a turn or before an answer
-        self.to_score: list[int] = []  # rows that a bound has ended, to be asked for in `_step`
+        self.cut = np.zeros(rows, bool)  # by the length limit, in a turn or before a reply
+        self.to_score: list[int] = []  # rows that a limit has ended, to be scored in `_step`
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens start
-        # Turns in a thought that the prompt, or the answer before them, has opened.
+        # Turns inside a thought that the prompt or the previous reply opened.
         self.in_thought = np.repeat(responder.begins_thoughts(prompts), rollout.spec.group_size)
         self.own = hosts.own_part(rows)  # rows whose environments this process runs
         problems = zip(*problems_of(prompts, range(rows)[self.own], rows))
         self.handles = responder.pool.start(list(problems))  # of the own rows' episodes
 
     def play(self) -> PlayedResult:
-        """Play the episodes to their ends."""
+        """Play the episodes to their end."""
         while not self.over.all():
             with self.clock.timed("time/rollout"):
                 tokens, lens, ended = self.rollout.run(self.responder.allow_unfinished)
@@ -89,9 +89,9 @@ class Episodes:
     def _answer(
         self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray
     ) -> dict[int, list[int]]:
-        """Have the environment answer the turns that have ended.
+        """Get the environment's replies to the turns that have ended.
 
-        Returns the token ids of the answers by row, where rows go on.
+        Returns the token ids of the replies by row, for rows that continue.
         """
         rows = np.flatnonzero(ended & ~(self.over | self.waits)).tolist()
         answers = self._step(rows, tokens, lens)
@@ -103,9 +103,9 @@ class Episodes:
         return answers
 
     def _step(self, rows: list[int], tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
-        """Hand over the turns of these rows, and wait for answers as `allow_unfinished` says.
+        """Pass on the turns of these rows, and wait for replies, subject to `allow_unfinished`.
 
-        Returns the token ids of the answers by row, where rows go on.
+        Returns the token ids of the replies by row, for rows that continue.
         """
         turns = self._finish_turns(rows, tokens, lens)
         requests = turns | dict.fromkeys(self.to_score)
@@ -123,7 +123,7 @@ class Episodes:
     def _finish_turns(
         self, rows: list[int], tokens: np.ndarray, lens: np.ndarray
     ) -> dict[int, Reading]:
-        """Note the ends of these rows' turns; return those that the length did not cut, by row."""
+        """Record the ends of these rows' turns; return those not cut by length, by row."""
         self.turns.ends[rows, self.turns.counts[rows]] = lens[rows]
         ended = self.spec.ended(tokens[rows], lens[rows], self.turn_starts[rows])
         turns = {}
@@ -140,17 +140,17 @@ class Episodes:
         return turns
 
     def _cut_short(self, row: int) -> None:
-        """Have an episode that a bound ends scored, where its environment can say its worth."""
+        """Mark an episode that a limit ends for scoring, if its environment can score it."""
         self.waits[row] = self.responder.pool.scores
         self.over[row] = not self.waits[row]
         if self.waits[row]:
             self.to_score.append(row)
 
     def _step_own(self, requests: dict[int, Reading | None]) -> dict[int, StepResult]:
-        """Submit what is asked of this process's environments; return the answers that are ready.
+        """Submit the requests to this process's environments; return the replies that are ready.
 
-        requests: turns by row; None: there are no more, and the episode is scored. The answers are
-        by row, too.
+        requests: turns by row; None: there are no more, and the episode is scored. Replies are by
+        row, too.
         """
         pool = self.responder.pool
         first = self.own.start
@@ -171,7 +171,7 @@ class Episodes:
     def _take(
         self, row: int, answer: StepResult, tokens: np.ndarray, lens: np.ndarray
     ) -> list[int] | None:
-        """Note the reward of a turn; return the tokens to go on with, None after the last."""
+        """Record the reward of a turn; return the tokens to continue with, None after the last."""
         self.waits[row] = False
         self._note(row, answer)
         if answer.done or answer.failure:
@@ -195,9 +195,9 @@ class Episodes:
         return ids
 
     def _note(self, row: int, answer: StepResult) -> None:
-        """Note the total reward of a row's turns so far; a failure leaves it as it was.
+        """Record the total reward of a row's turns so far; a failure leaves it unchanged.
 
-        The last turn gets the total less the rewards of the turns before.
+        The last turn gets the total minus the rewards of the turns before.
         """
         self.reasons[row] = answer.failure
         if answer.failure:

@@ -1,7 +1,7 @@
 """Environment `python`: the policy calls Python, and reads what its code has printed.
 
-The code runs in a program of its own (`code_process`), which lasts for the episode and whose memory
-never held the answer; the rights and limits of both are those of the episode. No JAX.
+The code runs in a separate program (`code_process`), which lasts for the episode and whose memory
+never contained the answer; both have the rights and limits of the episode. No JAX.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from specrl_jax.agents.tool_calls import BEGIN, END, Call, CallError, clean_code
 from specrl_jax.rewards.code import CodeProcess
 from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
 
-MAX_OUTPUT = 2_000  # characters of a call's output; a longer one is cut
+MAX_OUTPUT = 2_000  # characters of a call's output; longer output is cut
 _TOOL = "python"
 _USAGE = f'a call is {BEGIN}CODE{END}, or has "name": "{_TOOL}", "arguments": {{"code": CODE}}'
 
 
 class PythonTool:
-    """Answer the calls of a response by their output; take one without any as the final answer.
+    """Reply to a response's calls with their output; one without calls is the final answer.
 
-    Names stay from call to call, and `_` is the last value. A final answer that equals the
-    problem's has reward 1; another one what the problem's scorer of reasoning-gym says, or `math`.
+    Names persist between calls, and `_` is the last value. A final answer that equals the problem's
+    has reward 1; any other is scored by the problem's reasoning-gym scorer, or by `math`.
     """
 
     starts_program = True
@@ -31,7 +31,7 @@ class PythonTool:
     @staticmethod
     def prepare() -> None:
         """Import what scores final answers."""
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # avoids a line per odd answer
         score_math("so 2", "2", "", {})
         with contextlib.suppress(ImportError):
             import reasoning_gym  # noqa: F401
@@ -67,5 +67,5 @@ def _score(response: str, answer: str, task: str, metadata: dict) -> float:
         return score_reasoning_gym(response, answer, task, metadata)
     try:
         return score_math(response, answer, task, metadata)
-    except ValueError:  # the problem's answer is no mathematics
+    except ValueError:  # the problem's answer is not mathematics
         return 0.0

@@ -1,4 +1,4 @@
-"""Responder of episodes: an environment answers turns, and says what they are worth."""
+"""Responder of episodes: an environment replies to turns and gives their rewards."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class EpisodeResponder(Responder):
     max_turns: int = 1  # of an episode
     # Largest share of unfinished episodes that a round does not wait for, [0, 1).
     allow_unfinished: float = 0.0
-    # Gets what is said in an episode, by its row: turns as they end, and answers.
+    # Called with what is said in an episode, by row: turns as they end, and replies.
     watch: Callable[[int, Reading | StepResult], None] | None = None
 
     def roll_out(
@@ -44,7 +44,7 @@ class EpisodeResponder(Responder):
     ) -> PlayedResult:
         """Play the episodes. Arguments: see `Responder.roll_out`.
 
-        clock: gets the seconds that environments were waited for too, as time/environment.
+        clock: also records the seconds of waiting for environments, as time/environment.
         """
         with clock.timed("time/rollout"):
             rollout = EpisodeRollout(spec, weights, requests, speculation)
@@ -53,7 +53,7 @@ class EpisodeResponder(Responder):
     def score(
         self, spec: RolloutSpec, prompts: Prompts, taken: CompletedGroups, clock: Stopwatch
     ) -> Responses:
-        """Return the episodes, which all came to an end, with what they earned."""
+        """Return the episodes, which are all over, with their rewards."""
         played = taken.result
         tokens, lens = hosts.fetch((played.rollout.tokens.ids, played.rollout.lens))
         return Responses(
@@ -75,7 +75,7 @@ def make_episode_responder(
 ) -> EpisodeResponder:
     """Make the responder for the environment of `config`.
 
-    limits: of a pool. common: fields of every `Responder`, but for the pool.
+    limits: of a pool. common: fields of every `Responder`, except the pool.
     """
     environment = config.environment
     pool = EnvironmentPool(
@@ -106,15 +106,15 @@ def _describe_environment(
         print(f"environment: {changed}", flush=True)
     if pool.pays_at_end and not pool.scores:
         print(
-            f"environment: {config.environment.name} pays at the end of an episode and does not "
-            "say what it is worth before: one that environment.max_turns or rollout.response_len "
-            "ends has no reward",
+            f"environment: {config.environment.name} pays at the end of an episode and cannot "
+            "score it earlier: one that environment.max_turns or rollout.response_len ends has no "
+            "reward",
             flush=True,
         )
 
 
 def _check_calls(config, call_end: str, tokenizer: Tokenizer, stop: StopStrings | None) -> None:
-    """Print where a turn goes on after a call; raise ValueError where the tools see no calls."""
+    """Print if a turn continues after a call; raise ValueError if the tools see no calls."""
     name = config.environment.name
     if tokenizer.is_special(call_end) and not config.reward.keep_special_tokens:
         raise ValueError(
@@ -124,7 +124,7 @@ def _check_calls(config, call_end: str, tokenizer: Tokenizer, stop: StopStrings 
     strings = stop.strings if stop else ()
     if not any(call_end in string or string in call_end for string in strings):
         print(
-            f"environment: {name} has tools, and no text of rollout.stop ends a turn at "
-            f"{call_end}: a turn goes on after a call; set --config.rollout.stop='{call_end}'",
+            f"environment: {name} has tools, but no text of rollout.stop ends a turn at "
+            f"{call_end}: a turn continues after a call; set --config.rollout.stop='{call_end}'",
             flush=True,
         )

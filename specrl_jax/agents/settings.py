@@ -1,4 +1,4 @@
-"""Fields of episodes of several turns."""
+"""Fields of multi-turn episodes."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 # fmt: off
 ENVIRONMENT = Section("environment", "several turns: see configs/multiturn.py", (
     field("name", "", '"" (one turn) | guess | calculator | python | see docs/agents.md', TEXT),
-    field("max_turns", 4, "responses of an episode, together within rollout.response_len",
+    field("max_turns", 4, "responses per episode, together within rollout.response_len",
           integer(1), neutral=1),
-    field("allow_unfinished", 0.5, "share of episodes that may still wait when the others go on",
+    field("allow_unfinished", 0.5, "share of episodes that may still wait when the rest continue",
           BELOW_ONE, neutral=0.0),
     field("on_timeout", "end", "a step takes too long: end (the episode) | tell (the policy)",
           one_of("end", "tell"), neutral="end"),
@@ -30,7 +30,7 @@ def _environment(config: Values) -> Iterator[Check]:
         return
     accept = config.meaning("rollout.accept")
     previous = config.meaning("rollout.draft").verifies_previous
-    rule = "another rule where environment.name is set (a random part of an episode is no turn)"
+    rule = "another rule where environment.name is set (a random part of an episode is not a turn)"
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
 
 

@@ -1,7 +1,7 @@
 """Games of the TextArena package for one player, as environments: `textarena:GAME`.
 
-A problem is a game and a seed, its answer. The policy reads what the game says since its last
-move: the package's own observations repeat all that was said before. No JAX.
+A problem is a game and a seed, its answer. The policy reads the game's messages since its last
+move: the package's own observations repeat everything said before. No JAX.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from textarena.envs.registration import ENV_REGISTRY
 from specrl_jax.agents.environment_protocol import Step
 from specrl_jax.inputs import one_line
 
-# Games that a policy would learn wrongly, by their class, and why.
+# Games that would teach a policy the wrong thing, by class, and why.
 _WRONG_REWARDS = {"BanditEnv": "TextArena pays its best button 0, and its worst one the most"}
 
 
@@ -32,9 +32,9 @@ class Game:
         self.begin(int(answer), metadata.get("options") or {})
 
     def begin(self, seed: int, options: dict[str, Any]) -> str:
-        """Begin the game of a seed; return what it says first.
+        """Start the game with a seed; return its first message.
 
-        options: parameters of the game's class, in place of those that its name stands for.
+        options: parameters of the game's class that override those implied by its name.
         """
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - some games draw from it
@@ -57,7 +57,7 @@ class Game:
 
 
 class ScoredGame(Game):
-    """A game that says how far it has come."""
+    """A game that reports its progress."""
 
     def begin(self, seed: int, options: dict[str, Any]) -> str:
         first = super().begin(seed, options)
@@ -65,13 +65,13 @@ class ScoredGame(Game):
         return first
 
     def score(self) -> float:
-        """Return what the game pays at its own last turn, 0 where it has come no further."""
+        """Return what the game pays at its own last turn, 0 if it has not got that far."""
         worth = _worth(self._game)
         return worth if worth > self._at_start else 0.0
 
 
-_WORTH = "_get_percentage_completion"  # what a game calls how far it has come
-_COUNTS = ("SetEnv",)  # classes of games that pay the score which they keep
+_WORTH = "_get_percentage_completion"  # a game's name for its progress
+_COUNTS = ("SetEnv",)  # classes of games that pay the score they keep
 
 
 def _says_worth(game: type[textarena.Env]) -> bool:
@@ -85,7 +85,7 @@ def _worth(game: textarena.Env) -> float:
 
 
 def load_game(name: str) -> type[Game]:
-    """Return the environment of a game of the package. Raises ValueError in one line."""
+    """Return the environment of a game in the package. Raises a one-line ValueError."""
     with one_line(f"a game of TextArena must be for one player and run here, got {name!r}"):
         if name not in ENV_REGISTRY:
             alike = [game for game in ENV_REGISTRY if game.startswith(f"{name}-v")]

@@ -1,8 +1,8 @@
-"""Calls of tools in a response: what stands between `<tool_call>` and `</tool_call>`.
+"""Tool calls in a response: the text between `<tool_call>` and `</tool_call>`.
 
-Takes the text of a turn; gives its calls in their order, and an error for each that cannot be read.
-A call is JSON with "name" and "arguments", as Qwen and Hermes write it, or code where a tool runs
-code. A tag without its other one is text, and so is one in quotes. No JAX.
+Takes the text of a turn; returns its calls in order, and an error for each malformed one. A call is
+JSON with "name" and "arguments", as Qwen and Hermes write it, or code if a tool runs code. An
+unmatched tag is text, and so is one in quotes. No JAX.
 """
 
 import ast
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_MAX_ENDS = 8  # end tags of which one may end a call; those before it stand in its strings
-_MAX_BROKEN = 64  # calls that are no JSON and no code for which so many end tags are tried
+_MAX_ENDS = 8  # end tags of which one may end a call; earlier ones are in its strings
+_MAX_BROKEN = 64  # calls that are neither JSON nor code for which that many end tags are tried
 _BEGIN = re.compile(rf"([`'\"]){BEGIN}\1|{BEGIN}")  # group 1: the tag is quoted
 _BLANK_LINES = re.compile(r"\A(?:[ \t]*\r?\n)+")
 _FENCE = re.compile(r"`{3,}|~{3,}")
 _ONE_LINE = re.compile(r"(?:`+|~{3,})([^`~\n]+)(?:`+|~{3,})")
 _LANGUAGE = re.compile(r"\A(?:python3?|py|json)\b[ \t]*")  # on a line with code
 _ANY_LANGUAGE = re.compile(r"[\w+-]*")  # alone on its line
-# The beginning of a call in JSON, right or wrong: what code would hardly be.
+# The start of a call in JSON, valid or not: unlikely to be code.
 _JSON_CALL = re.compile(
     r"\[?\s*\{\s*(?:\"(?:name|arguments|parameters)\"\s*:"
     r"|'name'\s*:.*'(?:arguments|parameters)'\s*:)",
@@ -41,13 +41,13 @@ class Call(NamedTuple):
 
 
 class CallError(NamedTuple):
-    """A call that cannot be read."""
+    """A malformed call."""
 
     reason: str  # for the policy to read
 
 
 def read_calls(response: str, code_tool: str = "") -> list[Call | CallError]:
-    """Return the calls of a response; arguments: see `read_call`."""
+    """Return the calls in a response; arguments: see `read_call`."""
     _, texts = find_calls(response)
     return [call for text in texts for call in read_call(text, code_tool)]
 
@@ -55,7 +55,7 @@ def read_calls(response: str, code_tool: str = "") -> list[Call | CallError]:
 def find_calls(response: str) -> tuple[str, list[str]]:
     """Return the text around the calls, and what is between the tags of each.
 
-    A string of code or JSON may hold the tags. An opening tag whose call holds another one
+    A string in code or JSON may contain the tags. An opening tag whose call contains another one
     elsewhere is text: the policy has only mentioned it.
     """
     around = []
@@ -81,7 +81,7 @@ def find_calls(response: str) -> tuple[str, list[str]]:
 
 
 def _find_whole(response: str, start: int, num_ends: int) -> int:
-    """Return where the first of the end tags is before which a call is whole; -1 for none."""
+    """Return the first end tag's position before which a call is complete; -1 if none."""
     end = start
     for _ in range(num_ends):
         end = response.find(END, end)
@@ -108,7 +108,7 @@ def _is_whole(text: str) -> bool:
 
 
 def clean_code(text: str) -> str:
-    """Return code without fences and indentation around it."""
+    """Return code without surrounding fences and indentation."""
     text = _unindented(text)
     if one_line := _ONE_LINE.fullmatch(text):
         return _LANGUAGE.sub("", one_line[1].strip(), count=1)
@@ -120,7 +120,7 @@ def clean_code(text: str) -> str:
 def _between_fences(text: str, fence: str) -> str:
     """Return what is between fences, which are the text's first line and others like it."""
     blocks = []
-    code: list[str] | None = None  # lines since the fence that opened a block; None: it is closed
+    code: list[str] | None = None  # lines since the opening fence; None: no block is open
     if text.endswith(fence):  # maybe after code
         text = text.rstrip(fence[0])
     text = f"{text}\n{fence}"
@@ -140,16 +140,17 @@ def _between_fences(text: str, fence: str) -> str:
 
 def _unindented(text: str) -> str:
     text = _BLANK_LINES.sub("", text)
-    if text.startswith((" ", "\t")):  # else `dedent` would only change blanks in strings
+    if text.startswith((" ", "\t")):  # otherwise `dedent` would only change blanks in strings
         text = textwrap.dedent(text)
     return text.strip()
 
 
 def read_call(text: str, code_tool: str = "") -> list[Call | CallError]:
-    """Return the calls that stand between two tags: one, or those of a list of JSON.
+    """Return the calls between two tags: one, or those in a JSON list.
 
-    code_tool: tool whose argument "code" may stand alone. All text is code then but a JSON object,
-      some of them, and what starts as a call in JSON: 42, null and [1] are Python. "": none.
+    code_tool: tool whose argument "code" may be given alone. All text is then code except for JSON
+      objects, one or several, and what starts like a call in JSON: 42, null and [1] are Python. "":
+      none.
     """
     text = clean_code(text)
     values = _read_json(text)
@@ -170,7 +171,7 @@ def _is_json_call(text: str, values: Sequence[Any] | None) -> bool:
 
 
 def _read_json(text: str) -> list[Any] | None:
-    """Return the JSON values of a text, of a list its items; None where it is anything else."""
+    """Return the JSON values of a text, for a list its items; None if it is anything else."""
     values = []
     position = 0
     try:
@@ -186,14 +187,14 @@ def _read_json(text: str) -> list[Any] | None:
 
 
 def _json_fault(text: str) -> str:
-    """Return in one line why a text is no JSON."""
+    """Return in one line why a text is not JSON."""
     try:
         _JSON.decode(text)
     except RecursionError:
         return "it is nested too deeply"
     except ValueError as error:
         return str(error)
-    return "it holds something else"
+    return "it contains something else"
 
 
 def _read_value(value: Any) -> Call | CallError:
@@ -214,7 +215,7 @@ def _read_value(value: Any) -> Call | CallError:
 
 
 def _read_arguments(text: str) -> Any:
-    """Return the value of arguments that are JSON in a string; the string where they are none."""
+    """Return the value of arguments that are JSON in a string; the string if they are not."""
     if not text.strip():
         return None
     try:
@@ -224,7 +225,7 @@ def _read_arguments(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value as JSON."""
+    """Return the start of a value as JSON."""
     try:
         text = json.dumps(value)
     except RecursionError:

@@ -1,9 +1,9 @@
 """Environments of the verifiers package, as environments: `verifiers:NAME`.
 
-The package plays and scores an episode itself. Its `Env` runs an agent, which asks a model server
-for each turn. Here that server answers with what the policy said: `reset` and `step` wait for the
-next request, and the policy reads the messages that are new in it. The agent's loop and its tools
-run in this process, where the package would start a program for each. No JAX.
+The package plays and scores an episode itself. Its `Env` runs an agent, which queries a model
+server for each turn. Here that server replies with the policy's response: `reset` and `step` wait
+for the next request, and the policy reads the messages that are new in it. The agent's loop and its
+tools run in this process, where the package would start a program for each. No JAX.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from specrl_jax.agents.environment_protocol import Step
 from specrl_jax.agents.tool_calls import END, CallError, find_calls, read_call
 from specrl_jax.inputs import one_line
 
-# What the chat templates of Qwen and Hermes tell a policy of its tools.
+# What the chat templates of Qwen and Hermes tell a policy about its tools.
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -46,7 +46,7 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 _HOST = "127.0.0.1"
-_UNREADABLE = "unreadable"  # name of a call that cannot be read, as the package sees it
+_UNREADABLE = "unreadable"  # name of a malformed call, as the package sees it
 
 
 # --- what the rollouts use ------------------------------------------------------------------------
@@ -55,7 +55,7 @@ _UNREADABLE = "unreadable"  # name of a call that cannot be read, as the package
 class Episode:
     """An episode of a taskset; `load_taskset` makes a class for each."""
 
-    contained = False  # the package speaks HTTP within this process
+    contained = False  # the package uses HTTP within this process
     pays_at_end = True
 
     name = ""
@@ -64,7 +64,7 @@ class Episode:
         self.begin(metadata["task"], metadata.get("options") or {})
 
     def begin(self, task: dict, options: dict[str, Any]) -> list[dict[str, str]]:
-        """Begin the episode of a task, the fields of its data; return its first prompt's messages.
+        """Start a task's episode; return the messages of its first prompt. task: its data's fields.
 
         options: fields of the taskset's configuration.
         """
@@ -78,7 +78,7 @@ class Episode:
         return self._first if isinstance(self._first, list) else []
 
     def end(self) -> None:
-        """Have the package give the episode up, at the request that it waits for."""
+        """Make the package abort the episode, at the request that it waits for."""
         self._loop.call_soon_threadsafe(self._turns.put_nowait, None)
         self._thread.join()
 
@@ -94,7 +94,7 @@ class Episode:
         return Step(text, role="tool" if only_tools else "user")
 
     def score(self) -> float:
-        """Return what the package pays for the turns so far, as after its own limit of turns.
+        """Return what the package pays for the turns so far, as after its own turn limit.
 
         0 before the first turn.
         """
@@ -102,11 +102,11 @@ class Episode:
             return self._first
         if not self._chat.trace.num_turns:
             return 0.0
-        self._chat.trace.stop("max_turns")  # the package drops the answer that comes then
+        self._chat.trace.stop("max_turns")  # the package drops the reply that comes then
         self._loop.call_soon_threadsafe(self._turns.put_nowait, "")
         news = self._wait()
         if not isinstance(news, float):
-            raise RuntimeError("the episode goes on after its end")
+            raise RuntimeError("the episode continues after its end")
         return news
 
     def _wait(self) -> list[dict[str, str]] | float:
@@ -124,7 +124,7 @@ class Episode:
             self._news.put(error)
 
     async def _reward(self, task: dict, options: dict[str, Any]) -> float:
-        """Have the package play the episode; return its reward."""
+        """Run the package's episode; return its reward."""
         env = vf.load_environment(_env_config(self.name, options))
         task_type = type(env.taskset).task_type()
         data = task_type.data_type().model_validate(task)
@@ -156,12 +156,12 @@ class Episode:
             await server.cleanup()
 
     async def _complete(self, request: web.Request) -> web.Response:
-        """Answer a request for a completion with the policy's next response."""
+        """Reply to a completion request with the policy's next response."""
         body = await request.json()
         messages = body["messages"]
         new = messages[self._known :]
         if self._known and (len(new) < 2 or new[0]["role"] != "assistant"):
-            self._news.put(ValueError("an episode must be one conversation, another one begins"))
+            self._news.put(ValueError("an episode must be one conversation, another one starts"))
         tools = body.get("tools") or []
         if self._known:
             shown = [_message(each) for each in new[1:]]
@@ -181,16 +181,16 @@ class Episode:
 
 
 def load_taskset(name: str) -> type[Episode]:
-    """Return the environment of a taskset, a module of that name. ValueError in one line."""
+    """Return the environment of a taskset, a module of that name. Raises a one-line ValueError."""
     with one_line(f"a taskset of verifiers must be a module that exports one, got {name!r}"):
         _role(name)
     return type("Episode", (Episode,), {"name": name, "call_end": END if _has_tools(name) else ""})
 
 
 def read_tasks(name: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of a taskset in its order: prompt, answer, options and task, its data.
+    """Yield the tasks of a taskset in order: prompt, answer, options and task, its data.
 
-    The prompt is what an episode's first request asks, with what it says of tools.
+    The prompt is what an episode's first request asks, including what it says about tools.
     """
     episode = load_taskset(name)()
     for task in vf.load_environment(_env_config(name, options)).taskset:
@@ -245,7 +245,7 @@ def _message(message: dict) -> dict[str, str]:
 
 
 def _first_messages(messages: Sequence[dict], tools: Sequence[dict]) -> list[dict[str, str]]:
-    """Return the prompt of an episode; its system message tells of the tools."""
+    """Return the prompt of an episode; its system message describes the tools."""
     shown = [_message(message) for message in messages]
     if not tools:
         return shown
@@ -258,9 +258,9 @@ def _first_messages(messages: Sequence[dict], tools: Sequence[dict]) -> list[dic
 def _parse_turn(
     response: str, has_tools: bool, position: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a response as the assistant's message, with the calls of tools that it holds.
+    """Return a response as the assistant's message, with the tool calls that it contains.
 
-    Also return why calls cannot be read, by their ids. position: of the message, for these ids.
+    Also return why calls are malformed, by their ids. position: of the message, for these ids.
     """
     message: dict[str, Any] = {"role": "assistant", "content": response}
     around, texts = find_calls(response) if has_tools else (response, [])
@@ -288,8 +288,8 @@ class _ChatLoop(NullHarness):
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
-    tools: dict[str, MCPServer]  # that run in this process, by the prefix of their names
-    faults: dict[str, str]  # why calls cannot be read, by their ids
+    tools: dict[str, MCPServer]  # that run in this process, by name prefix
+    faults: dict[str, str]  # why calls are malformed, by their ids
     trace: vf.Trace  # of the episode
 
     async def setup(self, runtime: vf.Runtime) -> None:
@@ -305,7 +305,7 @@ class _ChatLoop(NullHarness):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """Ask the model and call the tools that it names, until it names none."""
+        """Query the model and call the tools that it names, until it names none."""
         self.trace = trace
         system, prompt = self.resolve_prompt(data)
         opening = [vf.SystemMessage(content=system)] if system else []
@@ -320,7 +320,7 @@ class _ChatLoop(NullHarness):
             body = {"model": ctx.model} | ({"tools": schemas} if schemas else {})
             while True:
                 answer = await model.post("/chat/completions", json=body | {"messages": messages})
-                if answer.is_error:  # the package has stopped the episode, or says why it fails
+                if answer.is_error:  # the package has stopped the episode, or reports a failure
                     return vf.ProgramResult(1, "", answer.text)
                 said = answer.json()["choices"][0]["message"]
                 messages.append(said)
@@ -331,7 +331,7 @@ class _ChatLoop(NullHarness):
     async def _answer(
         self, tools: Mapping[str, tuple[dict, Callable]], call: dict
     ) -> dict[str, Any]:
-        """Return the message of what a tool answers to a call."""
+        """Return the message with a tool's reply to a call."""
         name = call["function"]["name"]
         if fault := self.faults.get(call["id"]):
             content = f"error: {fault}"
@@ -361,7 +361,7 @@ async def _connect(
 
 @contextlib.asynccontextmanager
 async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator["_ChatLoop"]:
-    """Have the environment's agent run in this process, and the tools that may; give its loop."""
+    """Run the environment's agent in this process, with its tools if possible; yield its loop."""
     role = _role(env.config.taskset.id)
     loop = _ChatLoop(getattr(env.config, role).harness)
     loop.tools = {}
@@ -390,7 +390,7 @@ async def _in_this_process(env: vf.Env, task: vf.Task) -> AsyncIterator["_ChatLo
 
 
 def _serve(toolset: vf.Toolset, loop: _ChatLoop) -> MCPServer:
-    """Return a server of the tools in this process; they change the episode's own state."""
+    """Return a server for the tools in this process; they change the episode's own state."""
 
     async def pull() -> vf.State:
         return loop.trace.state

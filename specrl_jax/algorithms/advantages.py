@@ -1,7 +1,7 @@
 """Advantages of the tokens of a batch, from its rewards. Pure functions.
 
-`ADVANTAGES` holds every choice of `config.algorithm.advantage`. To add one, write a function with
-the signature of `Advantage.estimate` and add `"name": Advantage(function)` to the table.
+`ADVANTAGES` contains every choice of `config.algorithm.advantage`. To add one, write a function
+with the signature of `Advantage.estimate` and add `"name": Advantage(function)` to the table.
 """
 
 import functools
@@ -16,11 +16,11 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.registry import Table
 from specrl_jax.types import Batch
 
-EPSILON = 1e-6  # ε, which is added to standard deviations
+EPSILON = 1e-6  # ε, added to standard deviations
 
 
 def group_relative(rewards: Array, config: AdvantageConfig) -> Array:
-    """Return the advantage [B] of a response over the other responses to its prompt.
+    """Return the advantage [B] of a response relative to the other responses to its prompt.
 
         Aᵢ = (rᵢ − mean(r)) / (std(r) + ε)     GRPO, arXiv 2402.03300, section 4.1.2
         Aᵢ =  rᵢ − mean(r)                     Dr. GRPO, arXiv 2503.20783, section 3.2
@@ -35,9 +35,9 @@ def group_relative(rewards: Array, config: AdvantageConfig) -> Array:
     """
     size = config.group_size
     rows = rewards.shape[0]
-    xp = rewards.__array_namespace__()  # so that a report computes them without JAX's compiler
+    xp = rewards.__array_namespace__()  # reports use NumPy, without JAX's compiler
     groups = rewards.reshape(rows // size, size)
-    # Measured from the group's first reward, equal rewards are zeros and their mean is exact.
+    # Relative to the group's first reward, equal rewards are zeros and their mean is exact.
     # Otherwise the rounding error of a mean of eight 0.1s, divided by ε, is an advantage of 0.01.
     shifted = groups - groups[:, :1]
     centred = shifted - xp.mean(shifted, axis=1, keepdims=True)
@@ -72,7 +72,7 @@ def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> 
         value, inside = token
         delta = reward + config.gamma * next_value - value
         advantage = delta + config.gamma * config.gae_lambda * next_advantage
-        # Tokens outside the mask are passed over.
+        # Tokens outside the mask are skipped.
         later = (
             jnp.where(inside, advantage, next_advantage),
             jnp.where(inside, value, next_value),
@@ -107,12 +107,12 @@ def by_group(compare: Callable[[Array, AdvantageConfig], Array]) -> Callable[...
 
 
 def whole(array: Array) -> Array:
-    """Return [B, ...] whole on every device: a group may lie on two."""
+    """Replicate [B, ...] on every device: a group may be split over two."""
     return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
 
 
 def for_all_tokens(advantages: Array, batch: Batch) -> Estimate:
-    """Give the tokens of responses their advantages [B], which are whole on every device."""
+    """Give all tokens of each response its advantage [B], replicated on every device."""
     rows = jax.typeof(batch.response_lens).sharding.spec[0]
     advantages = jax.sharding.reshard(advantages, jax.P(rows))
     return Estimate(jnp.where(batch.mask, advantages[:, None], 0), None, {})
@@ -134,7 +134,7 @@ def _whitened_gae(rewards: Array, batch: Batch, config: AdvantageConfig) -> Esti
     unexplained = masked_mean(jnp.square(errors - masked_mean(errors, mask)), mask)
     metrics = {
         "critic/value_mean": masked_mean(values, mask),
-        # Where all returns are equal there is nothing to explain.
+        # If all returns are equal there is nothing to explain.
         "critic/explained_variance": jnp.where(
             variance > 1e-8, 1 - unexplained / variance, jnp.nan
         ),
@@ -152,14 +152,14 @@ ADVANTAGES: dict[str, Advantage] = Table(
 
 
 def has_critic(kind: str) -> bool:
-    """Return whether `config.critic.kind` is the kind of a critic; else there is none."""
+    """Return whether `config.critic.kind` means that there is a critic."""
     return kind != "none"
 
 
 def choose_advantage(config) -> Advantage:
     """Return the advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
 
-    Raises ValueError where the advantage needs a critic and there is none, or the other way round.
+    Raises ValueError if the advantage needs a critic and there is none, or the reverse.
     """
     name = config.algorithm.advantage
     critic = has_critic(config.critic.kind)
@@ -177,7 +177,7 @@ def choose_advantage(config) -> Advantage:
 def overlong_penalty(lens: Array, max_len: int, buffer: int) -> Array:
     """Return the penalty [B] in [0, 1] of a length (DAPO, arXiv 2503.14476, eq. 13, negated).
 
-    0 up to max_len − buffer tokens, then rising evenly to 1 at `max_len`. Worked row, max_len 10,
+    0 up to max_len − buffer tokens, then rising linearly to 1 at `max_len`. Worked row, max_len 10,
     buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.
 
     lens: int [B], tokens.

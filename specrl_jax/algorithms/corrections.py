@@ -1,8 +1,8 @@
-"""Corrections for tokens that another policy sampled, or other arithmetic: weights and masks.
+"""Off-policy corrections: importance weights, and token and sequence masks.
 
-Pure functions of arrays [B, R] in float32 nats, without gradient. `OLD_LOGPROBS` says which policy
-is the old one, `MASKS` which tokens are left out. All log-probs are at the rollout's temperature,
-among the tokens of `Batch.support` or among all. docs/off_policy.md says what to use when.
+Pure functions of arrays [B, R] in float32 nats, without gradient. `OLD_LOGPROBS` selects the old
+policy, `MASKS` the tokens that are left out. All log-probs are at the rollout's temperature, over
+the tokens of `Batch.support` or over all. docs/off_policy.md explains what to use when.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from specrl_jax.registry import Table
 from specrl_jax.types import Batch
 
 # Log-ratios are bounded by ±20, where the gradient is 0. e^20 = 4.9e8 keeps products with
-# advantages finite; e^89 is inf in float32, and inf · 0 in the gradient of a branch that is not
-# taken is nan. No clip range reaches it. Differs from verl: GSPO's log s is bounded by 10 there.
+# advantages finite; e^89 is inf in float32, and inf · 0 in the gradient of an unused branch is nan.
+# No clip range reaches it. Differs from verl, where GSPO's log s is bounded by 10.
 MAX_LOG_RATIO = 20.0
 
 
 def exp_bounded(log_ratio: Array) -> Array:
-    """Return e^log_ratio, of log-ratios bounded by ±MAX_LOG_RATIO."""
+    """Return e^log_ratio, with log-ratios bounded by ±MAX_LOG_RATIO."""
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -50,9 +50,9 @@ class Policies(NamedTuple):
 class OldLogprobs:
     """One choice of `config.updates.old_logprobs`."""
 
-    by_update: bool = True  # π_old has the update's arithmetic, not the rollout's
-    recomputed: bool = False  # `Batch.recomputed_logprobs` is asked for
-    one_update: bool = False  # right only where a rollout feeds one update
+    by_update: bool = True  # π_old uses the update's arithmetic, not the rollout's
+    recomputed: bool = False  # needs `Batch.recomputed_logprobs`
+    one_update: bool = False  # valid only if a rollout feeds one update
 
     def policies(self, current: Array, batch: Batch) -> Policies:
         """Return the policies of a batch's tokens; current: log π [B, R]."""
@@ -64,7 +64,7 @@ class OldLogprobs:
 OLD_LOGPROBS: dict[str, OldLogprobs] = {
     "rollout": OldLogprobs(by_update=False),
     "recompute": OldLogprobs(recomputed=True),
-    # The ratio is exactly 1, and its gradient that of log π: no rounding decides a clip.
+    # The ratio is exactly 1, and its gradient that of log π: rounding never triggers a clip.
     "current": OldLogprobs(one_update=True),
 }
 
@@ -75,8 +75,8 @@ OLD_LOGPROBS: dict[str, OldLogprobs] = {
 def capped_weights(weights: Array, policies: Policies, cap: float) -> tuple[Array, Array]:
     """Return min(w · π_old / π_rollout, cap) [B, R], and bool [B, R], where the cap binds.
 
-    Truncated importance sampling (Ionides, JCGS 17, 2008). The ratio is 1 where π_old is the
-    rollout's: then the objective's own ratio has it.
+    Truncated importance sampling (Ionides, JCGS 17, 2008). The ratio is 1 if π_old is the
+    rollout's: then the objective's own ratio covers it.
 
     weights: w [B, R], from `off_policy.importance_weights`.
     """
@@ -86,13 +86,13 @@ def capped_weights(weights: Array, policies: Policies, cap: float) -> tuple[Arra
 
 # Masks --------------------------------------------------------------------------------------
 
-# float32 log-probs are exact to some 1e-7: nearer to 0 and 1 a probability's own rounding would be
-# a divergence. As in verl and prime-rl.
+# float32 log-probs are exact to about 1e-7: closer to 0 and 1 a probability's own rounding would
+# look like a divergence. As in verl and prime-rl.
 MIN_PROB = 1e-6
 
 
 def binary_kl(logprobs: Array, other: Array) -> Array:
-    """Return KL(p ‖ q) in nats of two outcomes, a token and all others, p and q of the token.
+    """Return KL(p ‖ q) in nats over two outcomes, a token and all others; p, q are the token's.
 
         p·log(p / q) + (1 − p)·log((1 − p) / (1 − q))
 
@@ -118,19 +118,19 @@ Mask = Callable[[Policies, Array, Array, float], Array]
 
 
 def _compare_tokens(beyond: Callable) -> Mask:
-    """Return the mask of tokens whose log r is beyond log bound."""
+    """Return the mask of tokens with log r beyond log bound."""
     return lambda policies, _, mask, bound: beyond(policies.log_ratio, math.log(bound))
 
 
 def _compare_rows(beyond: Callable) -> Mask:
-    """Return the mask of rows whose mean of log r is beyond log bound."""
+    """Return the mask of rows with mean log r beyond log bound."""
     return lambda policies, _, mask, bound: beyond(
         _row_mean(policies.log_ratio, mask), math.log(bound)
     )
 
 
 def _find_outliers(beyond: Callable) -> Mask:
-    """Return the mask of rows with a token whose log r is beyond log bound."""
+    """Return the mask of rows with a token with log r beyond log bound."""
     return lambda policies, _, mask, bound: jnp.any(
         beyond(policies.log_ratio, math.log(bound)) & mask, axis=-1, keepdims=True
     )
@@ -147,18 +147,18 @@ def _binary_kl(policies: Policies, advantages: Array, mask: Array, bound: float)
     return jnp.maximum(forward, backward) > bound
 
 
-# One mask for each field of `config.algorithm.mask`, which holds its bound; 0 turns it off. r is
-# π_train / π_rollout; it is compared in log space, so that none overflows.
+# One mask per field of `config.algorithm.mask`, whose value is its bound; 0 turns it off. r is
+# π_train / π_rollout; it is compared in log space, so nothing overflows.
 MASKS: dict[str, Mask] = Table(
     "MASKS",
     {
         # A token whose r is below or above the bound: IcePop (arXiv 2510.18855), [0.5, 5].
         "token_low": _compare_tokens(jnp.less),
         "token_high": _compare_tokens(jnp.greater),
-        # All tokens of a row whose geometric mean of r is: SkyRL, [0.99, 1.01].
+        # All tokens of a row whose geometric mean of r is outside: SkyRL, [0.99, 1.01].
         "row_low": _compare_rows(jnp.less),
         "row_high": _compare_rows(jnp.greater),
-        # All tokens of a row with any r that is: SkyRL, [1e-4, 100].
+        # All tokens of a row with any r outside: SkyRL, [1e-4, 100].
         "outlier_low": _find_outliers(jnp.less),
         "outlier_high": _find_outliers(jnp.greater),
         # Tokens of negative advantage in a row with mean log π_rollout − log π above the bound:

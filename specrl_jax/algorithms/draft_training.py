@@ -1,10 +1,10 @@
-"""Training of the draft head beside the policy: it learns to say what the policy will say.
+"""Training of the draft head alongside the policy: it learns to predict the policy's tokens.
 
-Its inputs and targets are states that an update computes anyway. At token y_i the policy says p of
-the next token; the head says q, from y_i and the state that chose it. The loss is
-λ KL(p ‖ q) + (1 - λ) TV(p, q), λ = exp(-3 α), with the overlap α = Σ min(p, q) of the update before
-(arXiv 2602.23881): where they agree little KL leads, then TV, on which acceptance depends. With a
-depth of two the head also says q from its own state instead of the policy's, as it guesses the
+Its inputs and targets are states that an update computes anyway. At token y_i the policy has the
+distribution p of the next token; the head's is q, from y_i and the state that chose it. The loss is
+λ KL(p ‖ q) + (1 - λ) TV(p, q), λ = exp(-3 α), with the overlap α = Σ min(p, q) of the last update
+(arXiv 2602.23881): KL dominates while they agree little, then TV, which determines acceptance. With
+depth two the head also predicts from its own state instead of the policy's, as it does for the
 second token of a draft, and so on. No gradient flows into the policy.
 """
 
@@ -26,7 +26,7 @@ from specrl_jax.models.transformer import (
 )
 from specrl_jax.packing import Sequences
 
-DECAY = 3.0  # of λ by the overlap
+DECAY = 3.0  # of λ with the overlap
 
 
 def head_gradients(
@@ -43,7 +43,7 @@ def head_gradients(
     `head_overlap` and `head_tokens`.
 
     hidden: the policy's states of the sequences. nodes: slot of each token of the rows. mask: bool,
-    those that count. token_count: those of all micro-batches; the loss is a mean over so many.
+    tokens that count. token_count: over all micro-batches; the loss is a mean over this many.
     """
     model = Transformer(update_spec.model, policy)
     embedded_mTD = model.lookup(sequences.tokens)
@@ -63,7 +63,7 @@ def head_gradients(
             )
             guessed.append(states_mTD)
         distances = _distances(update_spec, rows_VD, hidden_mTD, guessed)
-        # A token was chosen in the state of its parent.
+        # A token was chosen from the state of its parent.
         distances = jax.tree.map(lambda x: gather_tokens(x, sequences.parents), distances)
         sums = [jnp.sum(x, where=mask_nR) for x in jax.tree.leaves(read_nodes(distances, nodes_nR))]
         kl = jnp.stack(sums[::2])
@@ -80,7 +80,7 @@ def _distances(
 ) -> list[tuple[Array, Array]]:
     """Return KL(p ‖ q) in nats and TV(p, q) at each slot, [m, T]; p by `hidden`, q by `guessed`.
 
-    rows: of the policy's output. Where they are not all, p and q are distributions over these.
+    rows: of the policy's output. If not all are given, p and q are distributions over these.
     """
     config = update_spec.model
     if rows_VD.shape[0] < config.vocab_size:
@@ -105,13 +105,13 @@ def _distances(
     every = (hidden_mTD, guessed)
     if hidden_mTD.shape[1] <= update_spec.logits_chunk:
         return compare(None, every)[1]
-    # One chunk's logits at a time are in memory, in the backward pass too.
+    # Only one chunk's logits are in memory, also in the backward pass.
     return scan_chunks(jax.checkpoint(compare), None, every, update_spec.logits_chunk)[1]
 
 
 @jax.jit
 def count_tokens(counts: Array, tokens_BR: Array, mask_BR: Array) -> Array:
-    """Add the tokens that `mask` marks to `counts` int32 [V]."""
-    ids = jnp.where(mask_BR, tokens_BR, counts.shape[0])  # the others are dropped
+    """Add the tokens marked in `mask` to `counts` int32 [V]."""
+    ids = jnp.where(mask_BR, tokens_BR, counts.shape[0])  # the rest is dropped
     ids = jax.sharding.reshard(ids, jax.P(None, None))
     return counts.at[ids.reshape(-1)].add(1, mode="drop")

@@ -1,4 +1,4 @@
-"""Evidence that an advantage is estimated from, and the estimate."""
+"""Inputs of advantage estimation, and its result."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from specrl_jax.types import Batch
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig:
-    """Settings of an advantage; hashable. A recipe's is a subclass with fields of its own."""
+    """Settings of an advantage; hashable. A recipe's is a subclass with its own fields."""
 
     group_size: int  # G, responses per prompt
     normalize_std: bool  # divide by the group's standard deviation
-    leave_one_out: bool  # compare with the mean of the others
+    leave_one_out: bool  # compare with the mean of the group's other responses
     gamma: float  # discount per token, in [0, 1]
     gae_lambda: float  # in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias)
 
@@ -30,17 +30,17 @@ class AdvantageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Data that advantages are estimated from. Rows of a group are contiguous.
+    """Data that advantages are estimated from. A group's rows are contiguous.
 
-    Arrays on the host are whole in every process.
+    Host arrays are whole in every process.
     """
 
-    rewards: Array  # float32 [B], split along B, less the penalty of length
-    batch: Batch  # its advantages are 0; `values` are those of a critic, where there is one
+    rewards: Array  # float32 [B], split along B, minus the length penalty
+    batch: Batch  # its advantages are 0; `values` are a critic's, if there is one
     length_penalty: np.ndarray | None = None  # float32 [B], on the host; None: it is off
-    # float32 [B], on the host, of each function of a sum, before its weight; {} where groups wait
+    # float32 [B], on the host, unweighted rewards by each function of a sum; {} if groups wait
     by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turns: Any = None  # `responses.Turns` of episodes, on the host; None where groups wait
+    turns: Any = None  # `responses.Turns` of episodes, on the host; None if groups wait
 
 
 class Estimate(NamedTuple):
@@ -48,7 +48,7 @@ class Estimate(NamedTuple):
 
     advantages: Array  # float32 [B, R], 0 outside the mask, split along B
     returns: Array | None  # float32 [B, R], the critic's targets; None without a critic
-    metrics: dict[str, Array]  # scalars by metric name; nan where there is no value
+    metrics: dict[str, Array]  # scalars by metric name; nan if undefined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Advantage:
     """One choice of `config.algorithm.advantage`."""
 
     estimate: Callable[[Evidence, AdvantageConfig], Estimate]
-    # (config, group size) → the settings that `estimate` gets
+    # (config, group size) → the settings passed to `estimate`
     settings: Callable[[Any, int], AdvantageConfig] = AdvantageConfig.from_config
-    needs_critic: bool = False  # the batch has values, and returns are asked for
+    needs_critic: bool = False  # the batch needs values, and the estimate has returns
     min_group_size: int = 2  # responses per prompt
     rules: Rules = no_rules

@@ -1,8 +1,8 @@
 """Losses of policy and critic: objective, KL to a reference, entropy, mean over tokens.
 
-Pure functions of arrays [B, R]: B responses, R slots, float32 nats, with a bool mask that holds on
-the policy's tokens (the end of sequence included). Follows GRPO (arXiv 2402.03300, eq. 3 and 4)
-with the variants named at each function. The four tables hold the choices of
+Pure functions of arrays [B, R]: B responses, R slots, float32 nats, with a bool mask that is True
+on the policy's tokens (including the end of sequence). Follows GRPO (arXiv 2402.03300, eq. 3 and 4)
+with the variants named at each function. Four tables contain the choices of
 `algorithm.objective`, `ratio`, `kl_estimator` and `aggregation`.
 
 A loss is a sum over tokens or rows divided by a `normalizer`. With the same normalizer for all
@@ -45,7 +45,7 @@ class LossConfig:
     kl_coef: float = 0.0  # β, weight of the KL
     kl_estimator: str = "k3+"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
-    importance_cap: float = math.inf  # of the batch's importance weights, where it has any
+    importance_cap: float = math.inf  # of the batch's importance weights, if it has any
     masks: tuple[tuple[str, float], ...] = ()  # from `corrections.masks_from`
     terms: tuple[LossTerm, ...] = ()  # added to the objective
     old_logprobs: str = "rollout"  # key of OLD_LOGPROBS
@@ -73,8 +73,8 @@ def clipped_surrogate(
     logprobs: log π(y) [B, R]; not used here.
     advantages: A [B, R].
 
-    Returns the loss [B, R], and bool [B, R]: a clip (low, high or dual) holds this token's loss
-    constant, so that it has no gradient.
+    Returns the loss [B, R], and bool [B, R]: a clip (low, high or dual) makes this token's loss
+    constant, so it has no gradient.
     """
     ratio = exp_bounded(log_ratio)
     low = 1 - config.clip_low
@@ -100,8 +100,8 @@ def clipped_weight(
     bound, ε_low = 1. Worked row, ε_low = 1, ε_high = 0.2, log π(y) = −0.5: (r, A) = (1.5, 2) → 1.2,
     its gradient by log π −2.4; (0.1, 2) → 0.1, −0.2.
 
-    Arguments as in `clipped_surrogate`; the gradient is that of `logprobs`. The bool that is
-    returned says that the weight was clipped.
+    Arguments as in `clipped_surrogate`; the gradient flows through `logprobs`. The returned bool
+    marks clipped weights.
     """
     ratio = exp_bounded(log_ratio)
     low = 1 - config.clip_low
@@ -114,15 +114,15 @@ def clipped_weight(
 class Objective:
     """One choice of `config.algorithm.objective`."""
 
-    # (log r, log π(y), advantages [B, R], config) → the loss of each token, and where a clip binds
+    # (log r, log π(y), advantages [B, R], config) → the loss of each token, and where it is clipped
     loss: Callable[[Array, Array, Array, LossConfig], tuple[Array, Array]]
-    # (mini-batch, log π(y) [n, R] before its update, config) → the batch with what the loss reads
-    # as advantages, and sums as those of `policy_loss`. None: the advantages are as they are.
+    # (mini-batch, log π(y) [n, R] before its update, config) → the batch with its final advantages,
+    # and sums like those of `policy_loss`. None: the advantages are used as they are.
     prepare: Callable[[Batch, Array, LossConfig], tuple[Batch, dict[str, Array]]] | None = None
-    by_token: bool = True  # a token has a ratio, an advantage and a KL; else whole responses have
-    whole_groups: bool = False  # a mini-batch has whole groups, and takes every row once
+    by_token: bool = True  # ratio, advantage and KL are per token; otherwise per response
+    whole_groups: bool = False  # mini-batches consist of whole groups, and use every row once
     dual_clip: bool = False  # the loss has a dual clip
-    advantage: str = ""  # key of ADVANTAGES that it needs, and that no other objective takes
+    advantage: str = ""  # key of ADVANTAGES that this objective requires, exclusively
     rules: Rules = no_rules
 
 
@@ -146,8 +146,8 @@ def sequence_ratio(log_ratio: Array, mask: Array) -> Array:
         log sᵢ   = mean over the response of log π(yₜ) − log π_old(yₜ)
         log sᵢ,ₜ = sg(log sᵢ) + log π(yₜ) − sg(log π(yₜ)),      sg: no gradient through it
 
-    All tokens have the value of the response's ratio, and each has the gradient of its own log π.
-    So each token keeps its own advantage and weight. Where they are the same for a whole response,
+    All tokens have the value of the response's ratio, but each has the gradient of its own log π.
+    So each token keeps its own advantage and weight. If these are the same for a whole response,
     the gradient is that of GSPO (eq. 5). Worked row, log-ratios 0.2 and 0.4, advantages 1 and −3,
     nothing clipped: s = e^0.3 = 1.35, gradients of the losses −1.35 and 4.05.
     """
@@ -190,8 +190,8 @@ def k3(log_ratio: Array) -> Array:
 
 # Estimates of KL(π ‖ π_ref) in nats from one token y ~ π, of d = log π_ref(y) − log π(y) [B, R].
 # Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Worked row,
-# π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193. Alone, k1 has the
-# gradient 0 in expectation, and k3 that of KL(π_ref ‖ π). "+" says that the loss adds their score
+# π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193. On its own, k1 has
+# gradient 0 in expectation, and k3 that of KL(π_ref ‖ π). "+" means that the loss adds their score
 # terms, as in verl: `kl_penalty` gives each estimate the same gradient.
 KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = Table(
     "KL_ESTIMATORS", {"k3+": k3, "k1+": k1, "k2": k2}
@@ -204,11 +204,10 @@ def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> 
     r = π(y) / π_old(y) weighs tokens of an older policy. Over y ~ π_old the mean of the gradient is
     that of KL(π ‖ π_ref), in every update of a step, and the mean of the value is KL(π ‖ π_ref) for
     k1 and k3. Tokens that are not from π_old need the batch's importance weights. With top-k or
-    top-p it holds where all log-probs are among the sampler's tokens. No clip binds the penalty.
-    Contexts count as they were sampled: what a token does to the KL of later tokens has no
-    gradient, as in GRPO. r·k3 with the gradient through r is the same (DeepSeek-V3.2, arXiv
-    2512.02556, eq. 7). Differs from verl and GRPO, which leave r out: there the gradient is right
-    in the first update alone.
+    top-p it holds if all log-probs are over the sampler's tokens. No clip affects the penalty.
+    Contexts count as sampled: a token's effect on the KL of later tokens has no gradient, as in
+    GRPO. r·k3 with the gradient through r is the same (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+    Differs from verl and GRPO, which leave out r: their gradient is right only in the first update.
 
     estimator: key of KL_ESTIMATORS.
     ref_log_ratio: d = log π_ref(y) − log π(y) [B, R]; carries the gradient.
@@ -230,22 +229,22 @@ def _count_rows(mask: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Aggregation:
-    """A mean over tokens: a sum that micro-batches share, divided by a count."""
+    """A mean over tokens: a sum that micro-batches add up, divided by a count."""
 
     sum: Callable[[Array, Array, int], Array]  # (per_token [B, R], mask [B, R], max_len) → []
-    count: Callable[[Array], Array]  # mask [B, R] → int32 []; rows without a token do not count
-    sums_tokens: bool = True  # all tokens weigh the same
+    count: Callable[[Array], Array]  # mask [B, R] → int32 []; rows without a token are not counted
+    sums_tokens: bool = True  # all tokens have the same weight
 
     def mean(
         self, per_token: Array, mask: Array, max_len: int, normalizer: Array | None = None
     ) -> Array:
-        """Return the mean, a scalar; 0 where there are no tokens.
+        """Return the mean, a scalar; 0 if there are no tokens.
 
-        per_token: [B, R]; may hold anything outside the mask.
+        per_token: [B, R]; anything outside the mask.
         mask: bool [B, R].
         max_len: Tokens of the longest possible response.
-        normalizer: What the sum is divided by: the mini-batch's `count`, or
-            `UpdateSpec.loss_count`; None: the count of these rows.
+        normalizer: Divisor of the sum: the mini-batch's `count`, or `UpdateSpec.loss_count`; None:
+            the count of these rows.
         """
         normalizer = self.count(mask) if normalizer is None else normalizer
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
@@ -283,30 +282,29 @@ def policy_loss(
     normalizer: Array | None = None,
     read: tuple = (),
 ) -> tuple[Array, dict[str, Array]]:
-    """Return the loss of a micro-batch, and sums from which exact mini-batch metrics are made.
+    """Return the loss of a micro-batch, and sums for exact mini-batch metrics.
 
         loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
-    The terms of `config.terms` are added. A token that a mask of `config.masks` leaves out has the
-    loss 0 and counts in the mean, as in IcePop and DeepSeek-V3.2. A token of a row that the policy
-    did not write has −c·log π in place of these terms, c of `Batch.supervised`.
+    The terms of `config.terms` are added. A token excluded by a mask of `config.masks` has the loss
+    0 but counts in the mean, as in IcePop and DeepSeek-V3.2. A token in a row that the policy did
+    not write has −c·log π instead of these terms, with c from `Batch.supervised`.
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `recomputed_logprobs`, `advantages`, `ref_logprobs`,
         `importance_weights` (w before `capped_weights`), `supervised` and `mask` are read. Values
-        outside the mask reach neither loss, gradient nor sums, be they inf. Rows are whole.
-    normalizer: What the sum is divided by: the mini-batch's count by the aggregation, or
+        outside the mask, even inf, affect neither loss, gradient nor sums. Rows are whole.
+    normalizer: Divisor of the sum: the mini-batch's count by the aggregation, or
         `UpdateSpec.loss_count`; None: the count of these rows.
     read: `TokenLogprobs.terms` of these rows, [B, R, ...].
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction` (of ratios below
     1: `clip_fraction_low`, of the others: `clip_fraction_high`), `ratio_mean`, `entropy`,
-    `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` of
-    each mask; with weights
-    `importance_mean` and `importance_capped`; with a reference `kl`, which is always k3 and has no
-    weights; by the name of a term's metric its sum and the number of tokens. Tokens that the policy
-    did not write count in none of these, but in `policy/solution_nll`, the sum of -log π and their
-    number. Add them over micro-batches, then `policy_metrics`.
+    `approx_kl` (k3 of π from π_rollout), `logprob_gap` (|log π − log π_rollout|), `masked_NAME` for
+    each mask; with weights `importance_mean` and `importance_capped`; with a reference `kl`, which
+    is always k3 and unweighted; for each metric of a term its sum and the number of tokens. Tokens
+    that the policy did not write only count in `policy/solution_nll`, the sum of -log π and their
+    number. Add the sums over micro-batches, then call `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -342,10 +340,10 @@ def policy_loss(
         per_token = per_token * jax.lax.stop_gradient(weights)
         per_token_metrics["importance_mean"] = weights
         per_token_metrics["importance_capped"] = capped.astype(logprobs.dtype)
-    if config.entropy_coef:  # exact at each context: it needs no weight
+    if config.entropy_coef:  # exact for each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
     values = TokenValues(logprobs, token_log_ratio, policies, advantages, weights, batch, None)
-    added = {False: 0.0, True: 0.0}  # by whether the term survives masks
+    added = {False: 0.0, True: 0.0}  # by whether masks leave the term in
     own_metrics = {}
     for term, own in zip(config.terms, read, strict=True):
         more, metrics = term.per_token(values._replace(read=own), config)
@@ -378,7 +376,7 @@ def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
     """Return means per token, by metric name, from `policy_loss`'s sums added over micro-batches.
 
     `logprob_gap` is left out: its mean is the metric `policy/rollout_train_logprob_gap` only in
-    the first update of a step, where the weights are still the rollout's.
+    the first update of a step, when the weights are still the rollout's.
     """
     tokens = jnp.maximum(sums["tokens"], 1)
     means = ["clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "approx_kl"]
@@ -395,17 +393,17 @@ def value_loss(
         loss = max((V − R)², (clip(V, V_old ± c) − R)²) / 2          arXiv 2005.12729, section 3
 
     The larger error counts: a value that has moved further than c towards its return has no
-    gradient. Worked row, c = 0.2, V_old = 0, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, the error of
+    gradient. Worked row, c = 0.2, V_old = 0, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, the error at
     0.2, clipped; V = −0.5 → 1.125.
 
     values: V [B, R], in units of reward; carries the gradient.
-    batch: `values` (V_old), `returns` (R) and `mask` are read. What lies outside the mask
-        reaches neither loss, gradient nor sums.
+    batch: `values` (V_old), `returns` (R) and `mask` are read. Values outside the mask affect
+        neither loss, gradient nor sums.
     clip: c; 0 turns the clip off. A Python number.
-    normalizer: What the sum is divided by: the mini-batch's tokens; None: those of these rows.
+    normalizer: Divisor of the sum: the mini-batch's tokens; None: those of these rows.
 
     Returns the loss, and float sums over these tokens: `critic_loss` (already divided, so the parts
-    add up) and `critic_clipped`, tokens whose loss the clip holds constant.
+    add up) and `critic_clipped`, tokens whose loss is made constant by the clip.
     """
     mask = batch.mask
     values = jnp.where(mask, values, 0)

@@ -4,8 +4,8 @@ At one position, with the draft from π_old and r = π / π_old, SPEC-RL's ratio
 
     b(y) = min(π_old(y), ℓ·π(y)) + d·π(y),    d = 1 − Σ min(π_old, ℓ·π)
 
-accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ, 1
-too, this lies between π_old and π: a token after a rejection is not sampled from the residual.
+accepted tokens by the first term, tokens sampled after a rejection by the second. For every ℓ,
+even 1, b lies between π_old and π: a token after a rejection is not sampled from the residual.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ def _accepted_mask(rollout: Rollout) -> Array:
 
 
 def measure(rollout: Rollout, rejected_mass: float, rule: Any) -> dict[str, float]:
-    """Return the `reuse/*` metrics of a rollout; none where no token was accepted.
+    """Return the `reuse/*` metrics of a rollout; empty if no token was accepted.
 
     rejected_mass: from `estimate_rejected_mass`.
-    rule: the acceptance rule in force; without its `lenience_dependent_share` there is no
+    rule: the acceptance rule in use; without its `lenience_dependent_share` there is no
         `reuse/lenient_fraction`.
     """
     measured = _measure(rollout, rule)
@@ -66,7 +66,7 @@ def _measure(rollout: Rollout, rule: Any) -> dict[str, Array]:
 
 
 def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> float:
-    """Return d, the mean chance of a rejection: rejections / verified positions.
+    """Return d, the mean probability of a rejection: rejections / verified positions.
 
     prefix_lens, draft_lens: int [B], tokens accepted and drafted.
     """
@@ -76,19 +76,19 @@ def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> f
 
 @jax.jit
 def importance_weights(rollout: Rollout, rejected_mass: Array, rule: Any) -> Array:
-    """Return weights float32 [B, R] >= 0, which turn means over emitted tokens into means under π.
+    """Return weights float32 [B, R] >= 0 that turn means over emitted tokens into means under π.
 
         accepted by ratio      (1 − d)·max(r, 1/ℓ)
         accepted at random     r
         all others             1
 
     With these, for any f: Σ min(π_old, ℓπ)·(1 − d)·π/min(π_old, ℓπ)·f + d·Σ π·f = Σ π·f. Exact at
-    a position for its own d and a draft that was sampled from π_old. Two estimates: d is the
-    rollout's mean, and a token that was accepted before counts as sampled from the policy that
-    accepted it last. Rows verified in earlier steps have this step's d.
+    a position for its own d and a draft sampled from π_old. Two approximations: d is the rollout's
+    mean, and a token that was accepted before counts as sampled from the policy that last accepted
+    it. Rows verified in earlier steps use this step's d.
 
     rejected_mass: d.
-    rule: the acceptance rule in force; it has no weight where it emits exactly π.
+    rule: the acceptance rule in use; it has no weight if it emits exactly π.
     """
     tokens = rollout.tokens
     if rule.importance_weight is None:

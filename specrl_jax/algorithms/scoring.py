@@ -1,8 +1,8 @@
 """Model on packed rows: log-probs, entropies and values of their tokens.
 
-Rows are packed on the host (`pack_rows`), cut into micro-batches of sequences, and computed one
-micro-batch after another. The state of a token's parent predicts the token. What the model says
-of a token is then read for each row that holds it, as [n, R].
+Rows are packed on the host (`pack_rows`), split into micro-batches of sequences, and computed one
+micro-batch after another. The state of a token's parent predicts the token. The results for a token
+are then read for each row that contains it, as [n, R].
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from specrl_jax.packing import PACKINGS, Packing, Sequences, pack
 from specrl_jax.sharding import axes, chunk_tokens, put, reshape, reshard, shards, take_rows
 from specrl_jax.types import Batch
 
-# Tokens that a shard computes at once under any bound: fewer leave arithmetic idle, and the memory
-# that they save does not matter.
+# Tokens that a shard computes together even under a bound: fewer would leave compute idle, and the
+# memory saved does not matter.
 LEAST_TOKENS = 256
 
 
 class TokenLogprobs(NamedTuple):
     """Log-probs of tokens under the weights being trained, and more; float32, [m, T] or [n, R]."""
 
-    logprobs: Array  # nats, at the rollout's temperature; among the sampler's tokens, where given
+    logprobs: Array  # nats, at the rollout's temperature; over the sampler's tokens, if given
     entropy: Array  # nats
     values: Array | None  # of the state before each token, in units of reward; None: no critic
-    terms: tuple = ()  # of each term of the loss, what it read of the logits, [m, T, ...]
+    terms: tuple = ()  # for each loss term, what it read from the logits, [m, T, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -49,13 +49,13 @@ class PackedRows:
     """n rows of a batch in M micro-batches of m sequences of T slots."""
 
     sequences: Sequences  # [M, m, T]
-    count: Array  # int32 [], micro-batches that hold tokens: the first ones
+    count: Array  # int32 [], number of micro-batches with tokens, the first ones
     row_ids: Array  # int32 [n], which rows of the batch these are
     nodes: Array  # int32 [n, R], slot in [M * m * T] of a row's response tokens; -1: left out
 
 
 class RowTokens(NamedTuple):
-    """Tokens of B rows on the host, from which they are packed; NumPy arrays, int32."""
+    """Tokens of B rows on the host, ready for packing; NumPy arrays, int32."""
 
     tokens: np.ndarray  # [B, P + R], prompt and response without a gap
     prompt_lens: np.ndarray  # [B]
@@ -70,14 +70,14 @@ class RowTokens(NamedTuple):
 
 
 def packed_shape(packing: Packing, num_rows: int, slots: int, at_once: int) -> tuple[int, int, int]:
-    """Return [M, m, T] of packed rows: micro-batches, their sequences, and slots of a sequence.
+    """Return [M, m, T] of packed rows: micro-batches, sequences in each, slots per sequence.
 
-    num_rows: n. slots: P + R. at_once: rows of the longest length that a micro-batch has room for,
-    at most; 0: no bound. A shard computes a sequence or `LEAST_TOKENS` in any case.
+    num_rows: n. slots: P + R. at_once: maximum number of maximum-length rows that fit in a
+    micro-batch; 0: no bound. A shard always computes at least a sequence or `LEAST_TOKENS`.
     """
     pieces = shards("batch")
     length = round_slots(packing.rows_per_sequence * slots)
-    # So many rows fit in any sequence, and first fit leaves at most one sequence with fewer.
+    # This many rows fit in any sequence, and first fit leaves at most one sequence with fewer.
     total = -(-num_rows // packing.rows_per_sequence)
     tokens = chunk_tokens()
     if at_once:
@@ -92,7 +92,7 @@ def pack_rows(
     row_ids: np.ndarray,
     included: np.ndarray | None = None,
 ) -> PackedRows:
-    """Pack the rows `row_ids` int [n]. All of the same n have arrays of the same shape.
+    """Pack the rows `row_ids` int [n]. Results for the same n have the same shapes.
 
     included: bool [n], the rows to compute; None: all.
     """
@@ -129,9 +129,9 @@ def abstract_packed(update_spec: UpdateSpec, batch: Batch, num_rows: int) -> Pac
 
 
 def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
-    """Return every row as a sequence of its own, in one micro-batch; slots: R, of responses.
+    """Return every row as its own sequence, in one micro-batch; slots: R, of responses.
 
-    For rows that a program makes itself: it needs nothing from the host.
+    For rows made inside a program: it needs nothing from the host.
     """
     rows, width = tokens_BT.shape
     offsets = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=axes("batch", None))
@@ -156,14 +156,14 @@ def slot_logprobs(
     shared: tuple = (),
     routing_mTLk: Array | None = None,
 ) -> tuple[TokenLogprobs, Array, Load | None]:
-    """Pass a micro-batch through the policy, and through a critic that has its own decoder.
+    """Run a micro-batch through the policy, and through a critic with its own decoder.
 
-    support: from `slot_support`; log-probs are among these tokens, entropies among all.
-    term_inputs, shared: of each term of the loss, what its `read` gets; (): they read nothing.
+    support: from `slot_support`; log-probs are over these tokens, entropies over all.
+    term_inputs, shared: for each loss term, the inputs of its `read`; (): they read nothing.
     routing: from `slot_routing`, which the policy replays.
 
-    Returns what the parent's state says of each slot's token, [m, T], the policy's states
-    [m, T, D], and the load of its experts by layer; None without any.
+    Returns the results for each slot's token from its parent's state, [m, T], the policy's states
+    [m, T, D], and the load of its experts by layer; None without experts.
     """
     model = Transformer(update_spec.model, params)
     counted_mT = None if update_spec.model.dense else held_slots(sequences)
@@ -191,7 +191,7 @@ def slot_logprobs(
 
 
 def read_nodes(slots: Any, nodes_nR: Array) -> Any:
-    """Return what rows hold, [n, R], from a pytree of slots [..., T]; 0 for a node without slot."""
+    """Return the rows' values, [n, R], from a pytree of slots [..., T]; 0 without a slot."""
 
     def read(x: Array) -> Array:
         flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
@@ -203,7 +203,7 @@ def read_nodes(slots: Any, nodes_nR: Array) -> Any:
 
 
 def read_wide_nodes(slots: Any, nodes_nR: Array) -> Any:
-    """Return what rows hold, [n, R, ...], from a pytree of slots [m, T, ...], as `read_nodes`."""
+    """Return the rows' values, [n, R, ...], from a pytree of slots [m, T, ...], as `read_nodes`."""
 
     def read(x: Array) -> Array:
         inner = (None,) * (x.ndim - 2)
@@ -219,8 +219,8 @@ def read_wide_nodes(slots: Any, nodes_nR: Array) -> Any:
 def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
     """Return the `Batch.support` of a micro-batch's slots, int32 [m, T, k]; None of None.
 
-    Rows that share a slot share what was before it, and so the sampler's tokens: the last row's are
-    taken. nodes: slots of the rows' tokens in [m * T]; others are of no row here, and have -1.
+    Rows that share a slot share everything before it, so also the sampler's tokens: the last row's
+    are used. nodes: slots of the rows' tokens in [m * T]; all other slots get -1.
     """
     if support_nRk is None:
         return None
@@ -237,8 +237,8 @@ def slot_support(support_nRk: Array | None, nodes_nR: Array, sequences: Sequence
 def slot_routing(routing_nRLk: Array | None, nodes_nR: Array, sequences: Sequences) -> Array | None:
     """Return the experts of a micro-batch's slots to replay, ids + 1 [m, T, L, k]; None of None.
 
-    0 in slots whose experts are not known: of prompts before their last token, of last tokens. Of
-    rows that share a slot the last one's are taken. Arguments: see `slot_support`.
+    0 in slots with unknown experts: of prompts before their last token, and of last tokens. If rows
+    share a slot, the last row's are used. Arguments: see `slot_support`.
     """
     if routing_nRLk is None:
         return None
@@ -264,7 +264,7 @@ def logprobs(
 ) -> Array:
     """Return log-probs [n, R] of packed rows (reference, old policy).
 
-    support, routing: those of `Batch` of these rows; routing of the policy alone.
+    support, routing: of `Batch`, for these rows; routing of the policy only.
     """
 
     def read(part: Sequences, nodes_nR: Array) -> Array:
@@ -277,7 +277,7 @@ def logprobs(
 
 
 def with_model(update_spec: UpdateSpec, model: ModelConfig) -> UpdateSpec:
-    """Return the spec by which `logprobs` scores tokens under another model."""
+    """Return the spec with which `logprobs` scores tokens under another model."""
     return dataclasses.replace(update_spec, model=model)
 
 
@@ -337,7 +337,7 @@ def _states(
     counted_mT: Array | None = None,
     routing_mTLk: Array | None = None,
 ) -> tuple[Array, Load | None]:
-    """Return hidden states [m, T, D] of the slots, and the load of experts in those counted.
+    """Return hidden states [m, T, D] of the slots, and the load of experts in counted slots.
 
     The state of a token's parent predicts the token.
     """
@@ -351,18 +351,18 @@ def _states(
 
 
 def held_slots(sequences: Sequences) -> Array:
-    """Return which slots [..., T] hold a token."""
+    """Return which slots [..., T] contain a token."""
     slots = jnp.arange(sequences.tokens.shape[-1])[(None,) * (sequences.tokens.ndim - 1)]
-    # A slot without a token is its own parent and sees itself alone, or nothing. A prompt's first
+    # A slot without a token is its own parent and sees only itself, or nothing. A prompt's first
     # token has a token after it.
     alone = (sequences.parents == slots) & (sequences.ends == slots + 1)
     return (sequences.ends > slots) & ~alone
 
 
 def _map_micro_batches(function: Callable[[Sequences, Array], Array], packed: PackedRows) -> Array:
-    """Map `function(sequences, nodes)` [m, T] over the micro-batches that are used; return [n, R].
+    """Map `function(sequences, nodes)` [m, T] over the micro-batches in use; return [n, R].
 
-    nodes: int32 [n, R], as `PackedRows.nodes`, in the micro-batch's slots; others lie outside.
+    nodes: int32 [n, R], like `PackedRows.nodes`, in the micro-batch's slots; others lie outside.
     """
     size = packed.sequences.tokens[0].size
 

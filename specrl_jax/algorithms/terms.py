@@ -1,7 +1,7 @@
 """Terms of the policy's loss that recipes add to the objective, and weights that they read.
 
-A term reads columns of `Batch.extra`, which a stage puts there, and may read the logits of each
-token. Rows that share a packed slot share what was before it, and what `read` gives.
+A term reads columns of `Batch.extra`, provided by a stage, and may read the logits of each token.
+Rows that share a packed slot share everything before it, and what `read` returns.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from specrl_jax.types import Batch
 
 
 class TokenValues(NamedTuple):
-    """Values that a term sees of a micro-batch; arrays [n, R], 0 outside the mask."""
+    """Values of a micro-batch that a term reads; arrays [n, R], 0 outside the mask."""
 
     logprobs: Array  # log π(y), with gradient
     log_ratio: Array  # log π(y) − log π_old(y), with gradient
@@ -25,23 +25,23 @@ class TokenValues(NamedTuple):
     advantages: Array
     weights: Array | None  # importance weights after the cap; None: all are 1
     batch: Batch
-    read: Any  # what `LossTerm.read` gave, [n, R, ...]; it carries the gradient
+    read: Any  # result of `LossTerm.read`, [n, R, ...]; it carries the gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
     """A term of the policy's loss; hashable. Slot `LOSS_TERM` of recipes."""
 
-    # It is added where a mask leaves the token's objective out, too.
+    # Whether it is added even where a mask excludes the token from the objective.
     ignores_masks: ClassVar[bool] = False
-    # Without an advantage a row has no gradient by it, so the updates may leave the row out.
+    # Whether it gives no gradient to rows without an advantage, so that updates may skip them.
     needs_advantage: ClassVar[bool] = False
-    # Names of `Batch.extra`, int32 [B, R, k], that `token_inputs` gets for each packed slot.
+    # Names of `Batch.extra`, int32 [B, R, k], passed to `token_inputs` for each packed slot.
     by_slot: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def asked_by(config: Any) -> str:
-        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        """Return the config field that selects it; overridden by recipes."""
         return ""
 
     @classmethod
@@ -51,27 +51,27 @@ class LossTerm:
 
     @staticmethod
     def kept_logprobs(config: Any) -> int:
-        """Return how many of the sampler's likeliest tokens rollouts keep at every position."""
+        """Return how many of the sampler's likeliest tokens rollouts keep at each position."""
         return 0
 
     def token_inputs(self, frozen: Any, sequences: Any, columns: Mapping[str, Array]) -> Any:
-        """Return what `read` gets beside the logits, a pytree of arrays [m, T, ...].
+        """Return the inputs of `read` besides the logits, a pytree of arrays [m, T, ...].
 
         frozen: weights of `Run.frozen`. sequences: packed, [m, T]. columns: those of `by_slot`,
-        [m, T, k], -1 in slots of no row.
+        [m, T, k], -1 in slots without a row.
         """
         return ()
 
     def shared(self, frozen: Any) -> Any:
-        """Return what `read` gets whole, a pytree."""
+        """Return what is passed to `read` whole, a pytree."""
         return ()
 
     def read(self, logits: Array, inputs: Any, shared: Any) -> Any:
-        """Return floats [m, t, ...] of tempered logits [m, t, V], which carry the gradient."""
+        """Return floats [m, t, ...] from tempered logits [m, t, V], which carry the gradient."""
         return ()
 
     def per_token(self, values: TokenValues, config: Any) -> tuple[Array, dict[str, Array]]:
-        """Return the term of each token [n, R], and values [n, R] by metric, for their means.
+        """Return the term of each token [n, R], and values [n, R] by metric, to be averaged.
 
         config: `LossConfig`.
         """
@@ -79,27 +79,27 @@ class LossTerm:
 
 
 class FrozenModel:
-    """Weights that are never trained, for terms of the loss. Slot `FROZEN` of recipes."""
+    """Weights that are never trained, for loss terms. Slot `FROZEN` of recipes."""
 
     @staticmethod
     def asked_by(config: Any) -> str:
-        """Return the field of the configuration that asks for them; a recipe's own says which."""
+        """Return the config field that selects them; overridden by recipes."""
         return ""
 
     @staticmethod
     def load(config: Any, tokenizer: Any) -> tuple[ModelConfig, Params]:
         """Return the shape and float32 weights; tokenizer: the policy's.
 
-        Raises ValueError in one line where they cannot be read.
+        Raises a one-line ValueError if they cannot be read.
         """
         raise NotImplementedError
 
     @staticmethod
     def shape(config: Any, vocab_size: int) -> ModelConfig:
-        """Return the shape alone, which plans need before any weights are read."""
+        """Return only the shape, which plans need before any weights are read."""
         raise NotImplementedError
 
     @staticmethod
     def scores_tokens(config: Any) -> bool:
-        """Return whether a stage scores the batch's tokens with them, a program to compile."""
+        """Return whether a stage scores the batch's tokens with them, in a program of its own."""
         return False

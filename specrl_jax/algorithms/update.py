@@ -1,7 +1,7 @@
 """Optimizer step: log-probs under the current weights → losses → gradients → AdamW.
 
 A mini-batch is a set of packed rows of the step's `Batch`. The gradients of its micro-batches are
-added, so that the result does not depend on how it is cut.
+added, so the result does not depend on how it is split.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ from specrl_jax.packing import Sequences
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
-# float32 []; `head_overlap`: [depth]; a metric's name: [2], a total and what it is divided by.
+# float32 []; `head_overlap`: [depth]; a metric's name: [2], a total and its divisor.
 Scalars = dict[str, Array]
 Gradients = dict[str, Params]  # by name of a module
 
 
 def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
-    """Return a rollout as the update reads it, all advantages 0."""
+    """Return a rollout in the layout of updates, with all advantages 0."""
     group_size = rollout.lens.shape[0] // len(prompts.lens)
     prompt_lens = np.repeat(prompts.lens, group_size)
     return _make_batch(np.repeat(prompts.tokens, group_size, axis=0), prompt_lens, rollout)
@@ -54,7 +54,7 @@ def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
 
 @jax.jit
 def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batch:
-    """Make the batch of prompts on the host by one program for all arrays."""
+    """Make the batch from prompts on the host, with one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
     tokens = rollout.tokens
     return Batch(
@@ -92,12 +92,12 @@ def update(
 ) -> tuple[PolicyState, Scalars]:
     """Take one optimizer step on the packed rows of a batch, the mini-batch.
 
-    Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
+    Rows left out of the packing count in the mean of the loss, as tokens without gradient.
 
-    base_params: where adapters are trained, the weights that they belong to.
-    frozen: other weights that are not trained, for terms of the loss.
-    critic_only: the critic learns, and a draft head. The policy's weights and all of its
-    optimizer's state (moments, step count) stay as they are.
+    base_params: with adapters, the weights that they modify.
+    frozen: other weights that are not trained, for loss terms.
+    critic_only: train only the critic and the draft head. The policy's weights and its whole
+    optimizer state (moments, step count) stay as they are.
 
     Returns the new state and scalars: `loss` of the policy, `grad_norm` (before clipping),
     `weight_norm` and `moments` (see `_sizes`) after the update, the last three also as `critic_*`
@@ -141,9 +141,9 @@ def update_inputs(
 
 
 def _sizes(module: Module) -> tuple[Array, Array]:
-    """Return the global norm of the weights, and the sum of the largest of each of the moments.
+    """Return the global norm of the weights, and the sum of the largest value of each moment.
 
-    Not finite where an element is not, or where the squares of weights exceed float32.
+    Not finite if an element is not, or if the squares of weights overflow float32.
     """
     leaves = jax.tree.leaves(module.opt_state)
     moments = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -175,7 +175,7 @@ def _gradients(
     def differentiate(index: Array) -> tuple[Gradients, Scalars]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
-        # Rows packed in other micro-batches get length 0 here, so that their mask is empty.
+        # Rows packed in other micro-batches get length 0 here, so their mask is empty.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
         part = dataclasses.replace(batch, response_lens=jnp.where(here, batch.response_lens, 0))
         grads, (sums, states) = jax.grad(loss, has_aux=True)(by_loss, part, sequences, nodes)
@@ -204,10 +204,10 @@ def _loss_of(
     base_params: Params | None,
     frozen: Params | None,
 ) -> Callable[..., tuple]:
-    """Return the loss of policy and critic for a part of the mini-batch, as `jax.grad` wants it.
+    """Return the loss of policy and critic for a part of the mini-batch, in the form of `jax.grad`.
 
-    It is divided by the counts of the whole mini-batch, so that parts add up. Beside it come sums,
-    and the policy's states.
+    It is divided by the counts of the whole mini-batch, so parts add up. Sums and the policy's
+    states are returned with it.
     """
     policy_normalizer = update_spec.loss_count
     if not policy_normalizer:
@@ -257,7 +257,7 @@ def _term_inputs(
     sequences: Sequences,
     nodes_nR: Array,
 ) -> tuple[tuple, tuple]:
-    """Return what each term's `read` gets, for each slot and whole; without gradient."""
+    """Return the inputs of each term's `read`, per slot and whole; without gradient."""
     by_slot = []
     shared = []
     for term in terms:

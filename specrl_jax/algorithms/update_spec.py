@@ -1,4 +1,4 @@
-"""Settings of the update (`UpdateSpec`), what it changes (`PolicyState`), and its optimizer."""
+"""The update's settings (`UpdateSpec`), the state it changes (`PolicyState`), its optimizer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,25 +24,25 @@ from specrl_jax.sharding import axes, reshard, shards
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """Weights that are trained, with what their training keeps."""
+    """Trained weights with their training state."""
 
-    params: Params  # float32, stored layout; of the policy all weights, or adapters of base weights
+    params: Params  # float32, stored layout; the policy's: all weights, or adapters
     opt_state: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftHeadState(Module):
-    """Draft head, with what its training keeps."""
+    """Draft head with its training state."""
 
     overlap: Array  # float32 [depth], mean Σ min(p, q) of the last update, by token of a draft
-    counts: Array | None  # int32 [V], tokens of responses so far; None: it drafts all tokens
+    counts: Array | None  # int32 [V], response tokens so far; None: it drafts all tokens
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyState:
-    """All that is trained, by name: "policy", and "critic" and "draft_head" where there are any."""
+    """Everything trained, by name: "policy", and "critic" and "draft_head" if there are any."""
 
     modules: dict[str, Module]
 
@@ -55,13 +55,13 @@ class PolicyState:
         return self.modules.get("draft_head")
 
     def replace(self, **modules: Module) -> "PolicyState":
-        """Return the state with other modules of these names."""
+        """Return the state with the modules of these names replaced."""
         return PolicyState(self.modules | modules)
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a module is trained; here the policy. Hashable."""
+    """How a module is trained; this class: the policy. Hashable."""
 
     optimizer: optax.GradientTransformation
 
@@ -79,13 +79,13 @@ class Training:
         return dataclasses.replace(module, params=params, opt_state=opt_state)
 
     def metrics(self, total: Callable[[str], Any]) -> dict[str, Any]:
-        """Return metrics of its own from a step's scalars; total: adds those of a name."""
+        """Return its own metrics from a step's scalars; total: adds those of a name."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Critic(Training):
-    """A value function that is trained beside the policy; fields as in `config.critic`."""
+    """A value function trained alongside the policy; fields as in `config.critic`."""
 
     kind: str
     coef: float
@@ -99,7 +99,7 @@ class Critic(Training):
         return Module(params, jax.jit(self.optimizer.init)(params))
 
     def metrics(self, total):
-        tokens = max(total("tokens"), 1)  # a batch may hold none
+        tokens = max(total("tokens"), 1)  # a batch may have none
         return {"critic/clip_fraction": total("critic_clipped") / tokens}
 
 
@@ -118,7 +118,7 @@ class DraftHeadTraining(Training):
         opt_state = jax.jit(self.optimizer.init)(params)
         counts = None
         if self.vocab:
-            # Tokens that are never sampled come after all others.
+            # Tokens that are never sampled rank last.
             counts = jnp.zeros(model.vocab_size, jnp.int32)
             for first, stop in model.unused_ids:
                 counts = counts.at[first:stop].set(-1)
@@ -146,17 +146,17 @@ class UpdateSpec:
     optimizer: optax.GradientTransformation
     temperature: float  # of the rollout, whose log-probs are the old ones
     logits_chunk: int  # tokens
-    micro_batch_size: int  # rows of the longest length at once, at most; 0: no bound
+    micro_batch_size: int  # maximum number of maximum-length rows at a time; 0: no bound
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
     draft_head: DraftHeadTraining | None = None
-    loss_count: int = 0  # what the policy's loss is divided by; 0: the aggregation's count
+    loss_count: int = 0  # divisor of the policy's loss; 0: the aggregation's count
     balance_coef: float = 0.0  # of the balance loss of a mixture's routers
-    skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
+    skip_nonfinite: bool = False  # keep the state if loss or gradients are not finite
 
     @property
     def trained(self) -> dict[str, Training]:
-        """Return how each module of `PolicyState` is trained, by its name."""
+        """Return how each module of `PolicyState` is trained, by name."""
         policy = Training(self.optimizer)
         modules = {"policy": policy, "critic": self.critic, "draft_head": self.draft_head}
         return {name: training for name, training in modules.items() if training}
@@ -169,11 +169,10 @@ def make_update_spec(
     has_draft_head: bool = False,
     frozen: ModelConfig | None = None,
 ) -> UpdateSpec:
-    """Return the update that `config.algorithm`, `config.updates` and `config.critic` ask for.
+    """Return the update that `config.algorithm`, `config.updates` and `config.critic` describe.
 
-    has_draft_head: the rollout drafts by a learned head. frozen: shape of the run's other weights,
-    which are not trained. Raises ValueError in one line where the model or the mesh does not allow
-    its settings.
+    has_draft_head: the rollout drafts with a learned head. frozen: shape of the run's other, frozen
+    weights. Raises a one-line ValueError if the model or the mesh does not support these settings.
     """
     _of_mixture(model, "updates.replay_routing", config.updates.replay_routing)
     return UpdateSpec(
@@ -208,7 +207,7 @@ def _of_mixture(model: ModelConfig, field: str, value: float) -> float:
     """Return the value of a field that only mixtures of experts have."""
     if value and model.dense:
         raise ValueError(
-            f"{field} needs a mixture of experts, family {model.family} is none; "
+            f"{field} needs a mixture of experts, family {model.family} is not one; "
             f"add --config.{field}={type(value)()!r}, got {value!r}"
         )
     return value
@@ -242,7 +241,7 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
 }
 
 
-# Names of the ways to choose the rows that updates take. The stage that does it asks for itself.
+# Names of the ways to choose the rows for updates. The stage behind each selects itself.
 ROW_SELECTIONS: dict[str, Any] = Table("ROW_SELECTIONS", {"all": None})
 
 
@@ -257,7 +256,7 @@ def make_schedule(settings, total_updates: int) -> optax.Schedule:
 def _after_ramp(schedule: optax.Schedule, peak: float, steps: int) -> optax.Schedule:
     if not steps:
         return schedule
-    # Step n has (n + 1) / steps of the peak: the first update is not wasted at rate 0.
+    # Step n has (n + 1) / steps of the peak, so the first update is not wasted at rate 0.
     ramp = optax.linear_schedule(peak / steps, peak, max(steps - 1, 1))
     return optax.join_schedules([ramp, schedule], [steps])
 
@@ -283,8 +282,8 @@ def init_policy_state(
 ) -> PolicyState:
     """Return the state before the first update; a critic's own decoder starts as the policy's.
 
-    trained: all weights, or adapters of the weights `base_params`. draft_head: one that is trained
-    already; None: a new one, where there is to be any.
+    trained: all weights, or adapters of the weights `base_params`. draft_head: an already trained
+    one; None: make a new one if the run has one.
     """
     modules = {"policy": Module(trained, jax.jit(update_spec.optimizer.init)(trained))}
     if draft_head is not None:

@@ -1,8 +1,8 @@
-"""Benchmark `device`: what a GPU or TPU reaches of its own limits, in under ten minutes.
+"""Benchmark `device`: how close a GPU or TPU gets to its limits, in under ten minutes.
 
-Parts run one after another, and one that fails is a line of the table. First the kernels are
-compared with the reference, on this device. All rollouts are of policies to which every token is
-equally likely, so that drafts hold whatever the rounding.
+Parts run one after another; one that fails is a line of the table. First the kernels are compared
+with the reference, on this device. All rollouts use policies under which every token is equally
+likely, so drafts are accepted regardless of rounding.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from specrl_jax.rollout.sampling import NoiseKey
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
-# Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.
+# For a GPU or TPU, if no size is named, and their numbers if no flag gives them.
 SIZES = {
     "smollm2": {"rows": 256, "prompt_len": 512, "response_len": 256},
     "qwen3_1p7b": {"prompt_len": 512, "response_len": 256},
@@ -56,21 +56,21 @@ BANDWIDTH_GOAL = 0.7
 PEAK_GOAL = 0.4
 DRAFTS_GOAL = 4.0
 FAR_GOAL = 0.02  # of bfloat16, whose last bit is 0.4 or 0.8 %, from float32
-WIDTH_GOAL = 1.5  # the seconds of the widest step, against those of width 1
+WIDTH_GOAL = 1.5  # seconds of the widest step, relative to width 1
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part starts
 STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
-_TIMED_STEPS = 32  # of a timed call
+_TIMED_STEPS = 32  # per timed call
 _ROUNDS = 3  # the fastest counts
-REPEAT_SECONDS = 4.0  # in which a call is timed again and again
+REPEAT_SECONDS = 4.0  # within which a call is timed repeatedly
 # A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_every_token).of(1.0)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
 def measure_device(name: str | None, changes: dict[str, int | None], log: Log) -> Report:
-    """Return a line for each figure, with its goal where it has one.
+    """Return a line for each figure, with its goal if it has one.
 
-    name: of a size; None: those of `SIZES`, `tiny` on a CPU. changes: of the size's numbers, None
+    name: of a size; None: those of `SIZES`, `tiny` on a CPU. changes: to the size's numbers, None
     for its own.
     """
     on_cpu = jax.default_backend() == "cpu"
@@ -88,7 +88,7 @@ def measure_device(name: str | None, changes: dict[str, int | None], log: Log) -
             for figure in part():
                 rows.append(figure)
                 log(f"{time.perf_counter() - start:.0f} s: {figure}")
-        except Exception as error:  # whatever a device or its compiler raises: the others go on
+        except Exception as error:  # anything a device or its compiler raises: others continue
             failed = True
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"figure": part_name, "met": "failed", "note": first_line})
@@ -98,7 +98,7 @@ def measure_device(name: str | None, changes: dict[str, int | None], log: Log) -
 
 
 def _with_kernels(size: Size) -> Size:
-    """Return the size with the kernels that a run of its shapes would take."""
+    """Return the size with the kernels that a run of its shapes would use."""
     slots = round_slots(size.prompt_len + size.response_len)
     with contextlib.redirect_stdout(sys.stderr):
         kernels = choose_kernels("auto", size.model, slots)
@@ -126,7 +126,7 @@ def _figure(
     least: float | None = None,
     most: float | None = None,
 ) -> dict[str, Any]:
-    """Return a line of the table. least, most: the goal, where there is one."""
+    """Return a line of the table. least, most: the goal, if there is one."""
     row = {"figure": name, "value": value, "of": of}
     if least is not None:
         row |= {"goal": f">= {least:g}", "met": "yes" if value >= least else "no"}
@@ -157,7 +157,7 @@ def _kernels(name: str, size: Size) -> Iterator[dict[str, Any]]:
     def draw(shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
         return (scale * rng.normal(size=shape)).astype(np.float32)
 
-    # Each sequence holds tries, one after another: no token is seen from outside its own.
+    # Each sequence contains tries, one after another: no token is seen from outside its own.
     cuts = np.sort(rng.integers(1, slots, (rows, 8)), axis=1)
     ends = [np.append(cut, slots)[np.searchsorted(cut, np.arange(slots), "right")] for cut in cuts]
     ends = put(np.array(ends, np.int32), "batch", None)
@@ -213,7 +213,7 @@ def _limits(dtype: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def copy_rate() -> float:
-    """Bytes a second of a copy of a large array."""
+    """Return the bytes a second of a copy of a large array."""
     size = 2**24 if jax.default_backend() == "cpu" else 2**31
     values = jnp.ones(size // 4, jnp.float32)
     copy = functools.partial(jax.jit(lambda x: x + 1), values)
@@ -222,17 +222,17 @@ def copy_rate() -> float:
 
 @functools.cache
 def matmul_rate(dtype: str) -> float:
-    """Operations a second of a large matrix product."""
+    """Return the operations a second of a large matrix product."""
     width = 1_024 if jax.default_backend() == "cpu" else 8_192
-    # Random, since constant bits cost less power and run at a higher clock.
+    # Random, since constant bits use less power and run at a higher clock.
     matrix = jax.random.normal(jax.random.key(0), (width, width), dtype)
     product = functools.partial(jax.jit(lambda a: a @ a), matrix)
     return 2 * width**3 / min(seconds_of(product) for _ in range(8))
 
 
 def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
-    """Bytes that a decode step reads: the weights once, and the keys and values of `slots` tokens
-    a row. Of an untied embedding it reads nearly nothing."""
+    """Return the bytes that a decode step reads: the weights once, and the keys and values of
+    `slots` tokens per row. It reads almost nothing of an untied embedding."""
     lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     weights = param_count(model) - lookup_only
     cache = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim
@@ -240,8 +240,8 @@ def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
 
 
 def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = -1) -> int:
-    """Operations on `tokens` that attend to `slots` slots in the mean; a multiplication counts
-    two. scored: tokens whose logits are computed; -1: all."""
+    """Return the operations on `tokens` that attend to `slots` slots on average; a multiply-add
+    counts two. scored: tokens whose logits are computed; -1: all."""
     head = model.vocab_size * model.embed_dim
     layers = param_count(model) - head * (1 if model.tie_embeddings else 2)
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * slots
@@ -252,7 +252,7 @@ def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = 
 
 
 def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> RolloutCase:
-    """Return a rollout of one bucket and one width, whose rows all end at one length.
+    """Return a rollout with one bucket and one width, whose rows all end at one length.
 
     fields: of `Requests`.
     """
@@ -265,7 +265,7 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **fields: Any) -> Roll
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """Steps of width 1, and of the widest, which draft from responses that are known."""
+    """Measure steps of width 1, and of the widest, which draft from known responses."""
     live = size.prompt_len + size.response_len // 2
     at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
@@ -275,7 +275,7 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
         case = plain if width == 1 else _case(size, width=width, history=history)
         steps = run_case(case).stats.decode_steps  # compiles
         seconds = _repeat(lambda case=case: run_case(case).step_seconds)
-        note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
+        note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens on average"
         least = BANDWIDTH_GOAL if width == 1 else None
         figure = f"decode, width {width}, {name}"
         yield _figure(figure, at_bandwidth / seconds, "of bandwidth", note, least=least)
@@ -285,7 +285,7 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """Steps of every width at several numbers of rows."""
+    """Measure steps of every width at several numbers of rows."""
     weights = random_weights(size.model, uniform=True)
     live = size.prompt_len + size.response_len // 2
     for rows in STEP_ROWS:
@@ -300,7 +300,7 @@ def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _prefill(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """`prefill` of prompts alone, and with drafts that all hold."""
+    """Measure `prefill` of prompts alone, and with drafts that are all accepted."""
     model = size.model
     rollout = _case(size)().rollout
     verified = _case(size, drafts=Drafts(rollout.tokens, rollout.lens))
@@ -326,7 +326,7 @@ def _prefill(name: str, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def step_seconds(size: Size, weights: Params) -> dict[int, float]:
-    """Time a step of width 1, 2, 4, ... up to `size.max_width`; the wider ones have tree drafts."""
+    """Time a step of width 1, 2, 4, ... up to `size.max_width`; wider ones have tree drafts."""
     spec = make_spec(size, one_bucket=True, width=size.max_width)
     prompts = random_prompts(size, size.rows)
     stored = np.zeros((size.rows, size.response_len), np.int32)

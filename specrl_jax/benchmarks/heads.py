@@ -1,9 +1,9 @@
-"""Benchmark `heads`: what a learned draft head has accepted, and what training it costs.
+"""Benchmark `heads`: acceptance of a learned draft head's drafts, and the cost of training it.
 
 A config's policy and its head are trained for some GRPO steps. Before and after them the policy
-responds to the same prompts without drafts, and with those of the head: drawn with the policy's
-noise, and greedily. Then the update is timed with and without the head. Cases that are timed run in
-turn. Counts are free of the machine's noise.
+responds to the same prompts without drafts, and with the head's drafts: drawn with the policy's
+noise, and greedily. Then the update is timed with and without the head. Timed cases run in turn.
+Counts do not depend on the machine's noise.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches
 
 
 class _Widest(Speculation):
-    """Takes the widest steps, and notes what they accept."""
+    """Uses the widest steps, and records what they accept."""
 
     matched: Any = 0  # int [W], row steps by accepted draft tokens
 
@@ -51,9 +51,9 @@ class _Widest(Speculation):
 
 
 def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
-    """Measure tokens a pass, acceptance by position in the draft, row steps, and seconds.
+    """Measure tokens per pass, acceptance by position in the draft, row steps, and seconds.
 
-    repeats: of timed rollouts and updates. drift: GRPO steps that are made.
+    repeats: of timed rollouts and updates. drift: number of GRPO steps.
     """
     if has_critic(config.critic.kind):
         rule = "none: an update is timed without a critic's values"
@@ -113,7 +113,7 @@ def _spec(run: Run, head: SamplingConfig | None, width: int) -> RolloutSpec:
 def _update_seconds(
     run: Run, state: RunState, prompts: Prompts, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the seconds of one update of all rows without the head, and with it, made in turn."""
+    """Yield the seconds of one update of all rows without the head, and with it, run in turn."""
     inputs = Requests(prompts, NoiseKey(run.key, 0))
     result = generate(_spec(run, None, 1), state.rollout_weights(run), inputs)
     batch = make_batch(prompts, result.rollout)
@@ -121,7 +121,7 @@ def _update_seconds(
     packed = pack_rows(run.update_spec, RowTokens.fetch(batch), rows)
 
     def seconds(update_spec: UpdateSpec) -> float:
-        own = jax.tree.map(jnp.copy, state.policy_state)  # an update takes its state over
+        own = jax.tree.map(jnp.copy, state.policy_state)  # an update consumes its state
         if update_spec.draft_head is None:
             own = dataclasses.replace(own, draft_head=None)
         jax.block_until_ready(own)

@@ -1,8 +1,8 @@
-"""Benchmark `host`: what the host does with the tokens of a step of the paper's size.
+"""Benchmark `host`: the host's work on the tokens of a step of the paper's size.
 
 SPEC-RL's run (arXiv 2509.23232): 1,024 prompts × 8 responses of up to 4,096 tokens. Tokens and
 lengths are random; rows of a group share their prompt. Nothing is computed on a device. Texts of
-responses and their rewards are not timed: they are what the tokenizer and the task take.
+responses and their rewards are not timed: they depend on the tokenizer and the task.
 """
 
 import heapq
@@ -22,24 +22,24 @@ from specrl_jax.rollout.engine.scheduler import whole_groups
 from specrl_jax.rollout.engine.texts import PackedTexts, Texts, pack_texts
 from specrl_jax.sharding import CHUNK_TOKENS
 
-ROWS = 8_192  # of a step
+ROWS = 8_192  # per step
 # Seconds of the paper's step with drafts on eight H100s: rollout, verification and assembly, both
 # passes for log-probs, and the update (its table of GRPO with 1.7B parameters).
 STEP_SECONDS = 135.2 + 22.1 + 1.5 + 17 + 16 + 70
 _SHARDS = 8
 _GROUP = 8  # rows that share a prompt
-_AT_ONCE = 64  # rows that a shard computes at once
+_AT_ONCE = 64  # rows that a shard computes at a time
 _REPEATS = 3
 # Share of its draft that a row keeps, by case; None: there are no drafts.
 FILLS = {"no drafts": None, "half of each draft kept": 0.5, "all kept": 1.0}
-_MEDIAN = 1_000  # tokens of a response
+_MEDIAN = 1_000  # tokens per response
 _SIGMA = 0.8  # of the logarithm of their number
 
 
 def measure_host(config, log: Log) -> Report:
     """Return the seconds of each part, the fastest of three, and their share of a step.
 
-    config: of the run, whose lengths and updates are taken.
+    config: of the run, for its lengths and updates.
     """
     model = SIZES["qwen3_1p7b"].model
     spec = make_update_spec(config, model, optax.constant_schedule(0.0))
@@ -51,7 +51,7 @@ def measure_host(config, log: Log) -> Report:
         f"pack {len(batches)} mini-batches": lambda: [
             pack_rows(spec, host, part).count for part in batches
         ],
-        "pack rows as they begin": lambda: _pack_as_they_begin(model, host),
+        "pack rows as they start": lambda: _pack_as_they_begin(model, host),
     }
     figures = []
     for name, part in parts.items():

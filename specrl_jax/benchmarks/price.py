@@ -1,17 +1,17 @@
 """Benchmark `price`: seconds of a recorded run's steps on another machine.
 
-Takes RUN, which has recorded all its rows (log.rollouts=1), and prices: seconds of a decode step,
-of a prefilled slot and of an updated token. Replays each step's rows, with their lengths, accepted
-prefixes and wide steps, through the scheduler of rollouts, with drafts and without. What it counts
-holds on any machine. Its seconds are as right as the prices:
+Takes RUN, which has recorded all its rows (log.rollouts=1), and prices: seconds per decode step,
+per prefilled slot and per updated token. Replays each step's rows, with their lengths, accepted
+prefixes and wide steps, through the rollout scheduler, with and without drafts. Its counts hold on
+any machine. Its seconds are as accurate as the prices:
 
   cpu   timed now, on this machine, with random weights of the run's shape; updates as in the run
   h100  an H100's copy rate and matrix product, by the shares that decoding and verification reached
         of them (measured 2026-11-26, docs/experiments.md); updates by the share of verification
-  v5e   its data sheet, by the same shares: nothing was measured
+  v5e   its data sheet, by the same shares: not measured
 
-Several chips split the rows; the weights are read by each. Also priced: a step of the papers' size
-(1,024 prompts × 8, Qwen3-1.7B, responses scaled to 4,096 tokens), its rows drawn from the run's.
+Several chips split the rows; each reads the weights. Also priced: a step of the papers' size
+(1,024 prompts × 8, Qwen3-1.7B, responses scaled to 4,096 tokens), with rows drawn from the run's.
 """
 
 import dataclasses
@@ -47,16 +47,16 @@ from specrl_jax.types import Drafts, Prompts, Tokens
 # Bytes a second of a copy, and operations a second of a matrix product.
 RATES = {"h100": (2.68e12, 713e12), "v5e": (819e9, 197e12)}
 # Shares of them that an H100 reached in a decode step and in verification, by the least number of
-# parameters: of SmolLM2 and of Qwen3-1.7B. Seconds of a step of width 8 over one of width 1.
+# parameters: for SmolLM2 and Qwen3-1.7B. Seconds of a step of width 8 over one of width 1.
 REACHED = {0: (0.56, 0.31, 3.6), 10**9: (0.80, 0.60, 2.7)}
 # Small kernels of a layer take at least this long in a decode step, however few the rows.
 LAYER_SECONDS = 40e-6
-PAPERS = {"rows": 8_192, "response_len": 4_096, "rows_at_once": 64}  # at once: of a chip
+PAPERS = {"rows": 8_192, "response_len": 4_096, "rows_at_once": 64}  # at a time, per chip
 
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """Seconds of a rollout's and an update's parts on one machine."""
+    """Prices, in seconds, of a rollout's and an update's parts on one machine."""
 
     step: Callable[[int, float, float], float]  # (rows, width, slots of a row) → a decode step's
     slot: float  # of a prefilled slot
@@ -65,7 +65,7 @@ class Prices:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """Rows of one step, int [B]; those of a group are neighbours."""
+    """Rows of one step, int [B]; a group's rows are contiguous."""
 
     prompt_lens: np.ndarray
     lens: np.ndarray  # of the responses
@@ -85,7 +85,7 @@ class StepRows:
         return StepRows(self.prompt_lens, self.lens, zero, zero, self.lens)
 
     def drawn(self, groups: int, group_size: int, scale: float) -> "StepRows":
-        """Return so many groups, drawn from these, with responses `scale` times as long."""
+        """Return `groups` groups drawn from these, with responses `scale` times as long."""
         rng = np.random.default_rng(0)
         own = len(self.lens) // group_size
         picks = rng.integers(own, size=groups)
@@ -98,7 +98,7 @@ class StepRows:
 
 
 class Replay:
-    """Takes the place of a `Runner`: rows whose lengths are known, and seconds by a price list."""
+    """Stands in for a `Runner`: rows with known lengths, and seconds from a price list."""
 
     all_rows = None
 
@@ -116,10 +116,10 @@ class Replay:
         self.background = np.zeros(count, bool)
         self.finished = np.zeros(count, bool)
         self.unfinished_awaited = self.unfinished_all = np.zeros(1, int)
-        self.slots = 0.0  # that were prefilled
+        self.slots = 0.0  # number prefilled
         self.decode_seconds = 0.0
         self.row_steps = 0
-        self._left = np.zeros(count, int)  # decode steps of the rows in the batch
+        self._left = np.zeros(count, int)  # decode steps left of the rows in the batch
         self._known: set[int] = set()  # groups whose prompt is computed
 
     @classmethod
@@ -170,20 +170,20 @@ class Replay:
 
 
 class OneWidth:
-    """A `Speculation` whose steps are all counted at the mean width."""
+    """A `Speculation` that counts all steps at the mean width."""
 
     def plan_steps(self, rows: int, widths: Any) -> StepPlan:
         return StepPlan(1, 0, False)
 
     def record_steps(self, *_: Any) -> None:
-        """Nothing is chosen by them."""
+        """Do nothing: no choice depends on them."""
 
 
 # What was recorded ----------------------------------------------------------------------------
 
 
 def recorded_rows(run: RecordedRun, encode: Callable[[str], list[int]]) -> dict[int, StepRows]:
-    """Return the rows of each step that trained. Raises ValueError where some were not recorded."""
+    """Return the rows of each training step. Raises ValueError if some were not recorded."""
     before: dict[tuple[str, int], int] = {}
     steps = {}
     lens_of = functools.cache(lambda prompt: len(encode(prompt)))
@@ -216,9 +216,9 @@ def recorded_rows(run: RecordedRun, encode: Callable[[str], list[int]]) -> dict[
 
 
 def chip_prices(model: ModelConfig, chip: str, chips: int, slots: int) -> Prices:
-    """Return the prices of a chip, by its rates and the shares that were reached of them.
+    """Return the prices of a chip, from its rates and the shares of them that were reached.
 
-    slots: of a row, in the mean.
+    slots: mean slots of a row.
     """
     bandwidth, peak = RATES[chip]
     decoding, computing, wide = REACHED[max(n for n in REACHED if n <= used_param_count(model))]
@@ -233,7 +233,7 @@ def chip_prices(model: ModelConfig, chip: str, chips: int, slots: int) -> Prices
 
 
 def timed_prices(config: Any, model: ModelConfig, rows: int, run: RecordedRun) -> Prices:
-    """Return this machine's prices: of rollouts as timed now, of updates as the run took them."""
+    """Return this machine's prices: of rollouts as timed now, of updates as in the run."""
     spec = training_spec(config, model, eos_ids=(model.vocab_size,), pad_id=0)
     groups = rows // spec.group_size
     prompts = Prompts.blank(groups, spec.prompt_slots)
@@ -264,13 +264,13 @@ class Case:
     prices: Prices
     # Recorded rows → rows of this size.
     drawn: Callable[[StepRows], StepRows] = lambda rows: rows
-    # Slots that a rollout without drafts prefills, as the run counted them: where nothing behind a
-    # rejection is computed, counts tell the slots. None: prompts once, and whole drafts.
+    # Slots that a rollout without drafts prefills, as counted in the run: if nothing behind a
+    # rejection is computed, counts give the slots. None: prompts once, and whole drafts.
     plain_slots: float | None = None
 
 
 def measure_price(workdir: Path, chip: str, chips: int, log: Log) -> Report:
-    """Return seconds of a step by epoch, as priced, against the same rows without drafts."""
+    """Return priced seconds per step by epoch, compared with the same rows without drafts."""
     run = read_run(workdir)
     config = run_config(workdir)
     tokenizer = load_tokenizer(config)
@@ -295,7 +295,7 @@ def measure_price(workdir: Path, chip: str, chips: int, log: Log) -> Report:
         for case in cases
         for epoch, records in run.epochs.items()
     ]
-    title = f"price {workdir}: seconds of a step, mean, on {chips} x {chip}; plain: without drafts"
+    title = f"price {workdir}: mean seconds per step on {chips} x {chip}; plain: without drafts"
     return Report(title, table)
 
 
@@ -321,7 +321,7 @@ def _price(
     recorded: Mapping[int, StepRows],
     group_size: int,
 ) -> dict[str, float]:
-    """Return the figures of an epoch's steps, in the mean."""
+    """Return the mean figures of an epoch's steps."""
     figures: list[dict[str, float]] = []
     for record in records:
         rows = case.drawn(recorded[record["step"]])

@@ -1,10 +1,10 @@
-"""Benchmark `rollout`: how fast a rollout is, and with which drafts.
+"""Benchmark `rollout`: how fast a rollout is, with each kind of draft.
 
-Responses have drawn lengths and end exactly there, so that every case decodes the same tokens. The
+Responses have random lengths and end exactly there, so every case decodes the same tokens. The
 naive loop computes a fixed batch until its longest response is done. Drafts are copies of the
-tokens that the policy will draw, in which none or half of the tokens are replaced. The rule is
-match: every case emits the tokens of the plain rollout, up to rounding. Policies, reports and
-clocks of the other benchmarks are here as well.
+tokens that the policy will sample, with none or half of them replaced. The rule is match: every
+case emits the tokens of the plain rollout, up to rounding. Also contains the policies, reports and
+clocks of the other benchmarks.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Tokens
 
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
-LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
+LOST = {"nothing lost": 0.0, "half lost": 0.5}  # share of draft tokens that are replaced
 _LENGTHS_SEED = 1
 _CORRUPTION_SEED = 2
-GROUP = 8  # responses a prompt
+GROUP = 8  # responses per prompt
 _EMBED_STD = 0.02
 _LOGIT_STD = 2.0
-_WARM_RUNS = 4  # of a case with choices
+_WARM_RUNS = 4  # for a case with choices
 Log = Callable[[str], None]
 RolloutCase = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
 
@@ -54,7 +54,7 @@ RolloutCase = functools.partial  # of `generate`: spec, weights, prompts, noise,
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A policy's shape and its rollout; a flag can set every number."""
+    """A policy's shape and its rollout; every number can be set by a flag."""
 
     model: ModelConfig
     rows: int
@@ -62,7 +62,7 @@ class Size:
     response_len: int  # the longest
     repeats: int = 3  # timed rounds
     row_buckets: int = 4
-    max_width: int = 8  # tokens that a decode step with tree drafts checks at most
+    max_width: int = 8  # most tokens that a decode step with tree drafts checks
 
     def __post_init__(self):
         least = {"rows": GROUP, "response_len": 2, "max_width": 2}
@@ -99,7 +99,7 @@ SIZES = {
 def choose(name: str, **changes: Any) -> Size:
     """Return the size of this name in the device's type, with the changes that are not None.
 
-    Raises ValueError in one line.
+    Raises a one-line ValueError.
     """
     if name not in SIZES:
         raise ValueError(f"--size must be one of {', '.join(SIZES)}, got {name!r}")
@@ -110,13 +110,13 @@ def choose(name: str, **changes: Any) -> Size:
 
 @functools.partial(jax.jit, static_argnames=("model", "uniform"))
 def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
-    """Random weights whose logits have a std near 2 and do not repeat.
+    """Return random weights whose logits have a std near 2 and do not repeat.
 
     Plain ones, whose output head is their embedding, would repeat their last token, and their
     drafts would be right for free.
 
-    uniform: all logits are 0, though every layer computes as always. So a token depends on its
-    noise alone, and rounding, which differs with the width of a step, changes none.
+    uniform: all logits are 0, though every layer computes as always. So a token depends only on its
+    noise, and rounding, which differs with the width of a step, does not matter.
     """
     params = init_params(model, jax.random.key(0))
     # So small that the residual stream is what the layers write, not the last token.
@@ -131,7 +131,7 @@ def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
 
 
 def random_prompts(size: Size, rows: int) -> Prompts:
-    """Prompts of random tokens for `rows` rows."""
+    """Return prompts of random tokens for `rows` rows."""
     count = rows // GROUP
     tokens = np.random.default_rng(0).integers(size.model.vocab_size, size=(count, size.prompt_len))
     ids = np.stack([np.zeros(count), np.arange(count)], axis=1).astype(np.uint32)
@@ -143,10 +143,10 @@ def random_prompts(size: Size, rows: int) -> Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A benchmark's figures."""
+    """A benchmark's results."""
 
     title: str  # one line: what was measured
-    rows: list[dict[str, Any]]  # a case each, by heading; a figure that a case has not is absent
+    rows: list[dict[str, Any]]  # one per case, by heading; undefined figures are absent
     failed: bool = False  # a part of it did not run
 
     def write_json(self, file: Path) -> None:
@@ -155,7 +155,7 @@ class Report:
         file.write_text(text + "\n", encoding="utf-8")
 
     def to_text(self) -> str:
-        """Return the table: a line a case."""
+        """Return the table: a line per case."""
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         lines = [[name.replace("_", " ") for name in names]]
         lines += [[_text(row.get(name)) for name in names] for row in self.rows]
@@ -165,7 +165,7 @@ class Report:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     values = [float(value) for value in values]
     return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
 
@@ -196,12 +196,12 @@ class TimedRollout(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a decode step, in the mean."""
+        """Mean seconds of a decode step."""
         return self.stats.decode_seconds / self.stats.decode_steps
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Wall-clock seconds until the arrays that `call` returns are computed."""
+    """Return wall-clock seconds until the arrays that `call` returns are computed."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
@@ -220,8 +220,8 @@ def run_in_turn(
 ) -> dict[str, list[TimedRollout]]:
     """Run every case `repeats` times, after runs in which it compiles and its choices settle.
 
-    Cases run in turn, round by round, so that other work on the machine slows all of them alike. A
-    ratio of two cases is taken within a round.
+    Cases run in turn, round by round, so other work on the machine slows all of them alike. A ratio
+    of two cases is taken within a round.
     """
     for name, case in cases.items():
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
@@ -234,9 +234,9 @@ def run_in_turn(
 def case_figures(
     runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]
 ) -> dict[str, Any]:
-    """Return a case's figures for a report. Counts are of the last run, shares of all tokens.
+    """Return a case's figures for a report. Counts are from the last run, shares of all tokens.
 
-    baselines: `over_NAME` is how many times as fast the case is as these runs.
+    baselines: `over_NAME` is the case's speed-up over these runs.
     """
     stats = runs[-1].stats
     rollout = runs[-1].rollout
@@ -255,7 +255,7 @@ def case_figures(
 
 
 def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) -> Report:
-    """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`.
+    """Return seconds of the naive loop, the plain rollout, and every kind of draft; see `choose`.
 
     name: of a size; None: `tiny`.
     """
@@ -290,16 +290,16 @@ def measure_rollout(name: str | None, changes: dict[str, int | None], log: Log) 
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
     rows = [{"drafts": case} | case_figures(timed, **against) for case, timed in runs.items()]
-    title = f"rollout {name}: {size.describe()}, lengths {np.median(lens):.0f} in the median, "
-    title += f"{lens.mean():.0f} in the mean, {lens.max()} at most; median (min-max) of "
-    return Report(f"{title}{size.repeats}; over naive, over plain: times as fast", rows)
+    title = f"rollout {name}: {size.describe()}, lengths: median {np.median(lens):.0f}, "
+    title += f"mean {lens.mean():.0f}, maximum {lens.max()}; median (min-max) of "
+    return Report(f"{title}{size.repeats}; over naive, over plain: speed-up", rows)
 
 
 def make_spec(
     size: Size, *, accept: AcceptanceRule = MATCH, width: int = 1, one_bucket: bool = False
 ) -> RolloutSpec:
-    """Return the spec of a rollout that computes all rows at once. width: of its widest step; above
-    1 it has tree drafts."""
+    """Return the spec of a rollout that computes all rows together. width: of its widest step;
+    above 1 it has tree drafts."""
     spec = RolloutSpec(
         model=size.model,
         sampling=SamplingConfig(),
@@ -317,15 +317,15 @@ def make_spec(
 
 
 def without_end(spec: RolloutSpec) -> RolloutSpec:
-    """Return the spec with an end-of-sequence that no token is."""
+    """Return the spec with an end-of-sequence id that is no token's."""
     return dataclasses.replace(spec, eos_ids=(spec.model.vocab_size,))
 
 
 def long_tailed(rows: int, longest: int, median: float) -> np.ndarray:
-    """int32 [rows] response lengths: quantiles of a lognormal distribution, in random order.
+    """Return int32 [rows] response lengths: lognormal quantiles in random order.
 
     Row i has the quantile (i + 1/2) / rows; the spread is such that the last is `longest`. So four
-    rows of median 4 and longest 32 have the lengths 1, 2, 7, 32.
+    rows with median 4 and longest 32 have the lengths 1, 2, 7, 32.
     """
     normal = statistics.NormalDist()
     scores = np.array([normal.inv_cdf((i + 0.5) / rows) for i in range(rows)])
@@ -335,7 +335,7 @@ def long_tailed(rows: int, longest: int, median: float) -> np.ndarray:
 
 
 def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Tokens, each replaced by another one with probability `rate`."""
+    """Return tokens, each replaced by another one with probability `rate`."""
     others = (tokens + rng.integers(1, vocab, tokens.shape)) % vocab
     return np.where(rng.random(tokens.shape) < rate, others, tokens).astype(np.int32)
 
@@ -362,7 +362,7 @@ def make_drafts(
 
 
 def as_history(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> DraftHistory:
-    """Responses [B, R] and lengths [B] as tree drafts read them."""
+    """Return responses [B, R] and lengths [B] in the form of tree drafts."""
     shape = (len(lens) // group_size, 1, group_size)
     stored = put(tokens.reshape(*shape, -1), *(None,) * 4)
     return stored, put(lens.reshape(shape), *(None,) * 3)

@@ -1,6 +1,6 @@
-"""Benchmark `rules`: what each acceptance rule keeps of drafts, and how fast a rollout is with it.
+"""Benchmark `rules`: how much of drafts each acceptance rule keeps, and the rollout's speed.
 
-A config's policy writes drafts and is trained for some GRPO steps more. Then it responds to the
+A config's policy writes drafts and is trained for some more GRPO steps. Then it responds to the
 same prompts without drafts, and with them under every rule; rules that sample every token anew also
 on the noise that wrote the drafts (exact reuse), as previous and as tree drafts.
 """
@@ -33,15 +33,15 @@ _LONGEST_DRIFT = 16  # steps
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A way to respond to prompts for which there are earlier responses."""
+    """A way to respond to prompts that have earlier responses."""
 
     label: str
     spec: RolloutSpec
     drafted: bool = True
-    keeps_noise: bool = False  # responds on the noise that wrote the drafts
+    keeps_noise: bool = False  # reuses the noise that wrote the drafts
 
     def drafts_of(self, written: Rollout) -> dict[str, Any]:
-        """Return the fields of `Requests` by which earlier responses are drafts."""
+        """Return the fields of `Requests` that use earlier responses as drafts."""
         if not self.drafted:
             return {}
         if not self.spec.draft_source:
@@ -57,12 +57,12 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     repeats: steps, each with drafts on its own noise.
 
     drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
-    epoch, at most 16. Raises ValueError in one line.
+    epoch, at most 16. Raises a one-line ValueError.
     """
     config.rollout.draft = next(
         n for n, choice in DRAFT_SOURCES.items() if choice.verifies_previous
     )
-    # Drafts then keep of π_old what any rule needs.
+    # Drafts then keep everything about π_old that any rule needs.
     config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
     run, params = build(config, memory.check)
     if drift is None:
@@ -116,7 +116,7 @@ def _write_and_train(
 
 
 def _cases(run: Run) -> Iterator[_Case]:
-    """No drafts; every rule, a lenient one with the config's lenience too; reused noise."""
+    """Yield no drafts; every rule, a lenient one also with the config's lenience; reused noise."""
     spec = run.rollout_spec
 
     def with_rule(rule: AcceptanceRule) -> RolloutSpec:

@@ -1,9 +1,9 @@
-"""Benchmark `training`: whole steps by kind of draft, from the start of a run on.
+"""Benchmark `training`: whole steps by kind of draft, from the start of a run.
 
-Every case builds a run of its own: the policy has the size's layers and random weights, and no
-token ends a response. All tokens are equally likely, so that previous drafts hold whatever the
-rounding. It gives the seconds of every stage of a start, of the first step and of later ones. The
-peak of memory, which a device counts once for a process, is that of all cases.
+Every case builds its own run: the policy has the size's layers and random weights, and no token
+ends a response. All tokens are equally likely, so previous drafts are accepted regardless of
+rounding. It reports the seconds of every stage of a start, of the first step and of later ones. The
+peak of memory, which a device counts once per process, is over all cases.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from specrl_jax.training.run import Run
 from specrl_jax.training.run_log import RunLog
 from specrl_jax.training.state import RunState
 
-# What each case changes. All but the last two verify by a rule that decides by log-probs.
+# What each case changes. All but the last two verify with a rule that decides by log-probs.
 CASES: dict[str, dict[str, Any]] = {
     "none": {"rollout.draft": "none"},
     "previous": {"rollout.draft": "previous", "rollout.accept": "ratio"},
@@ -34,8 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "head": {"rollout.draft": "head"},
     "reused noise": {"rollout.draft": "previous", "rollout.accept": "match"},
 }
-STEP_TOKENS = 128  # of a response, at most
-_STEPS = 3  # timed, after the first two: in the second of these a draft is there
+STEP_TOKENS = 128  # per response, at most
+_STEPS = 3  # timed, after the first two: the second of these has a draft
 LAST_BEGIN = 300.0  # seconds after the start, after which no further case starts
 
 
@@ -43,7 +43,7 @@ def measure_training(config, name: str | None, changes: dict[str, int | None], l
     """Return a row for each of `CASES`.
 
     config: of the run, whose model, lengths and rows are replaced. name: of a size; None: `tiny` on
-    a CPU, else `smollm2`. changes: of the size's numbers, None for its own.
+    a CPU, else `smollm2`. changes: to the size's numbers, None for its own.
     """
     on_cpu = jax.default_backend() == "cpu"
     size = choose(name or ("tiny" if on_cpu else "smollm2"), **changes)
@@ -58,14 +58,14 @@ def measure_training(config, name: str | None, changes: dict[str, int | None], l
             row, most = _measure_case(step_config(config, size, fields))
             row["over_plain"] = rows[0].get("step", np.nan) / row["step"] if rows else 1.0
             needed = max(needed, most)
-        except Exception as error:  # whatever a device or its compiler raises: the others go on
+        except Exception as error:  # anything a device or its compiler raises: others continue
             failed = True
             row = {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
         rows.append({"drafts": case} | row)
         log(f"{time.perf_counter() - start:.0f} s: {rows[-1]}")
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     title = f"training: {size.describe()}, {min(size.response_len, STEP_TOKENS)} tokens a response"
-    title += f"; memory: the compiler says {needed / 1e9:.2f} GB, peak "
+    title += f"; memory: the compiler reports {needed / 1e9:.2f} GB, peak "
     title += f"{peak / 1e9:.2f} GB" if peak else "unknown on this platform"
     return Report(title, rows, failed)
 
@@ -73,7 +73,7 @@ def measure_training(config, name: str | None, changes: dict[str, int | None], l
 def _measure_case(config) -> tuple[dict[str, Any], int]:
     """Return the seconds of a run's start and steps, and the bytes that its programs need."""
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):  # it says which kernels are chosen
+    with contextlib.redirect_stdout(sys.stderr):  # it prints which kernels are chosen
         run, state = _start(config)
     built = time.perf_counter()
     listed = programs.run_programs(AbstractRun.of(run))
@@ -102,7 +102,7 @@ def _measure_case(config) -> tuple[dict[str, Any], int]:
 
 
 def _start(config) -> tuple[Run, RunState]:
-    """Build the run, in which no token ends a response and all are equally likely."""
+    """Build the run so that no token ends a response and all are equally likely."""
     run, params = build(config, memory.check)
     run = dataclasses.replace(run, rollout_spec=without_end(run.rollout_spec))
     params = params | {"final_norm": jnp.zeros_like(params["final_norm"])}

@@ -1,1 +1,1 @@
-"""Command lines of users: flags, configuration files, their presets, and errors in one line."""
+"""Command lines of users: flags, configuration files, their presets, and one-line errors."""

@@ -1,6 +1,6 @@
-"""Arguments of a command line, as a user types them, to those that flags are made of.
+"""Conversion of a command line, as typed by a user, to arguments for flags.
 
-Expands ~, names saved configurations, writes 1e4 as 10000, and says what an unknown flag means.
+Expands ~, names saved configurations, writes 1e4 as 10000, and explains unknown flags.
 """
 
 import difflib
@@ -20,12 +20,12 @@ _SAVED = f"{saved_run.__file__}:"  # a configuration file whose presets are path
 
 
 def prepare(argv: Sequence[str], resumes: bool = False) -> list[str]:
-    """Return the arguments in the form --NAME=VALUE with what they stand for.
+    """Return the arguments in the form --NAME=VALUE, fully expanded.
 
-    resumes: --workdir=RUN without --config is the run in RUN. Raises ValueError in one line.
+    resumes: --workdir=RUN without --config means the run in RUN. Raises a one-line ValueError.
     """
     named = _with_resumed(_joined(argv)) if resumes else _joined(argv)
-    registry.load(_value(named, "--config.recipes"))  # they may have fields that follow
+    registry.load(_value(named, "--config.recipes"))  # they may define fields used below
     return [_prepared(argument) for argument in named]
 
 
@@ -35,7 +35,7 @@ def as_typed(path: str) -> str:
 
 
 def unknown(flag: str, known: Iterable[str]) -> str:
-    """Return the line of a flag that there is not, with what may be meant."""
+    """Return the error line for a flag that does not exist, with likely alternatives."""
     name = flag.lstrip("-").partition("=")[0]
     close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.75)
     meant = [f"--{x}" for x in close] or [f"--config.{x}" for x in _fields_like(name)]
@@ -44,14 +44,14 @@ def unknown(flag: str, known: Iterable[str]) -> str:
 
 
 def misspelt(argv: Sequence[str], flag: str, known: Iterable[str]) -> str:
-    """Return the first argument that no flag has and that is like this one; "" without one."""
+    """Return the first unknown argument that resembles this one; "" if there is none."""
     names = {x: x.lstrip("-").partition("=")[0] for x in argv if x.startswith("-")}
     strange = [x for x, name in names.items() if name not in known]
     return next((x for x in strange if difflib.get_close_matches(names[x], [flag])), "")
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Join `--workdir RUN` and `--config FILE` to one argument each; `-config` is --config."""
+    """Join `--workdir RUN` and `--config FILE` into one argument each; `-config` is --config."""
     joined: list[str] = []
     for argument in argv:
         text = str(argument)
@@ -70,7 +70,7 @@ def _value(argv: Sequence[str], flag: str) -> str:
 
 
 def _with_resumed(argv: list[str]) -> list[str]:
-    """Add the configuration, and the origin, of the run that --workdir names alone."""
+    """Add the configuration and the origin of the run if only --workdir names it."""
     workdir = _value(argv, "--workdir")
     if not workdir or any(x.partition("=")[0] == "--config" for x in argv):
         return argv
@@ -98,7 +98,7 @@ def _prepared(argument: str) -> str:
 
 
 def _integer(field: str, text: str) -> str:
-    """Return a whole number as digits: 1e4 is 10000."""
+    """Return an integer as digits: 1e4 is 10000."""
     try:
         number = Decimal(text.strip())
         if abs(number) <= _LARGEST and number == number.to_integral_value():

@@ -1,6 +1,6 @@
-"""Parts that the programs in launch/ share: --config, --help, and errors in one line.
+"""Parts shared by the programs in launch/: --config, --help, and one-line errors.
 
-Imports nothing slow, so that --help and a misspelt flag answer at once.
+Imports nothing slow, so that --help and misspelt flags respond immediately.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _OPTIONS_GIVEN: set[str] = set()  # on the command line of `run`
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ValueErrors of one line, without the usage."""
+    """An argparse parser whose errors are one-line ValueErrors, without the usage."""
 
     def __init__(self, **options: Any):
         formatter = argparse.RawDescriptionHelpFormatter
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ValueError in one line where arguments are unknown; it names similar known ones."""
+    """Raise a one-line ValueError if arguments are unknown; it names similar known ones."""
     if not unknown:
         return
     flags_known = [f"--{name.replace('_', '-')}" for name in known]
@@ -71,13 +71,13 @@ def policy_parser(description: str) -> Parser:
 
 
 def check_folder(flag: str, file: Path | None) -> None:
-    """Raise ValueError in one line where the folder of the file that a flag names is missing."""
+    """Raise a one-line ValueError if the folder of the file that a flag names is missing."""
     if file and not file.absolute().parent.is_dir():
         raise ValueError(f"{flag}: no directory {file.absolute().parent}; make it first")
 
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
-    """Return a copy of `config` changed by --config.FIELD=VALUE ...; ValueError in one line."""
+    """Return a copy of `config` changed by --config.FIELD=VALUE ...; a one-line ValueError."""
     changed = config.copy_and_resolve_references()
     argv, options = _without_options(typed.prepare(["", *arguments]))
     with _flags_of(argv) as values:
@@ -90,7 +90,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
-    """Read --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
+    """Read --config=FILE[:PRESET] --config.FIELD=VALUE ...; a one-line ValueError."""
     argv, options = _without_options(typed.prepare(["", *arguments]))
     with _flags_of(argv) as values:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
@@ -101,7 +101,7 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
 
 @contextlib.contextmanager
 def _flags_of(argv: Sequence[str]) -> Iterator[flags.FlagValues]:
-    """Flags of their own; what goes wrong inside is a ValueError of one line."""
+    """Yield separate flags; an error inside becomes a one-line ValueError."""
     try:
         yield flags.FlagValues()
     except Exception as error:
@@ -125,7 +125,7 @@ def _set_options(config: ConfigDict, options: Mapping[str, str]) -> None:
 
 
 def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
-    """Set options, and reset what a task of the user's own inherits; return that by field."""
+    """Set options, and reset what the user's own task inherits; return that by field."""
     config = flag.value
     config.to_dict()  # a file that failed to load raises only here
     _set_options(config, options)
@@ -135,7 +135,7 @@ def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def presets() -> dict[str, ConfigDict]:
-    """Return every preset of the repository's configs/, by what --config names it."""
+    """Return every preset in the repository's configs/, by its name in --config."""
     base = files.presets(_CONFIGS / "grpo.py")
     configs = {}
     for file in sorted(_CONFIGS.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
@@ -149,7 +149,7 @@ def presets() -> dict[str, ConfigDict]:
 def define_config() -> None:
     """Define the flags of `run`: --config, which must come first, its fields, --print_config."""
     config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
-    flags.DEFINE_bool("print_config", False, "print every field with its value, and end")
+    flags.DEFINE_bool("print_config", False, "print every field with its value, and exit")
 
 
 def given_fields() -> set[str]:
@@ -177,7 +177,7 @@ def config_name() -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parse the flags and call `main`; exit with 2 and one line where the user made a mistake."""
+    """Parse the flags and call `main`; on a user's mistake print one line and exit with 2."""
     _take_any_text()
 
     def call(argv: Sequence[str]) -> None:
@@ -198,13 +198,13 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _is_told_once(record: LogRecord) -> bool:
-    """Return False for tracebacks that Orbax logs: the error is raised too, and told in a line."""
+    """Return False for tracebacks logged by Orbax: the error is raised too, and reported."""
     return not (record.exc_info and "orbax" in Path(record.pathname).parts)
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Print an error that the user can mend in one line and exit with 2; let others through.
+    """Print an error that the user can fix in one line and exit with 2; let others through.
 
     SPECRL_TRACEBACK=1 shows the traceback. Modules of the current directory can be imported inside:
     rewards and the like are named as module:function.
@@ -225,9 +225,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _take_any_text() -> None:
-    """Have the standard streams take every character, whatever the user's locale is."""
+    """Make the standard streams accept every character, regardless of the user's locale."""
     for output in (sys.stdout, sys.stderr):
-        if isinstance(output, io.TextIOWrapper):  # not where a notebook or a test has its own
+        if isinstance(output, io.TextIOWrapper):  # a notebook or a test may have its own
             output.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, io.TextIOWrapper):
         ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
@@ -235,11 +235,11 @@ def _take_any_text() -> None:
 
 
 def _user_line(error: Exception) -> str:
-    """Return the line of an error that the user can mend; "" of others."""
+    """Return the line of an error that the user can fix; "" for others."""
     if isinstance(error, ValueError | OSError | FloatingPointError | OutOfMemoryError):
         return "" if "\n" in str(error) else str(error)
     if asked := lack_of_memory(error):
-        return f"out of memory: {asked}; docs/guide.md#memory says which fields set the need"
+        return f"out of memory: {asked}; docs/guide.md#memory lists the fields that set the need"
     return ""
 
 
@@ -262,7 +262,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
             _fail(typed.unknown(strange[0], known_flags))
         _fail(
             "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
-            "--help has its presets and fields"
+            "--help lists its presets and fields"
         )
     known, options = _without_options(argv)
     sys.argv[1:] = known[1:]  # ml_collections reads it too

@@ -1,6 +1,6 @@
-"""A configuration file as its reader sees it: its configuration and presets.
+"""A configuration file from its reader's view: its configuration and presets.
 
-Also which settings belong to a preset's own task, so that no other task inherits them.
+Also which settings belong to a preset's own task, so that other tasks do not inherit them.
 """
 
 import runpy
@@ -15,7 +15,7 @@ from specrl_jax.settings import schema
 
 
 def get_config(path: str, preset: str = "") -> ConfigDict:
-    """Make a configuration of a file, as --config=PATH[:PRESET] gives it."""
+    """Make a configuration from a file, like --config=PATH[:PRESET]."""
     return runpy.run_path(path)["get_config"](*[preset] if preset else [])
 
 
@@ -28,14 +28,14 @@ def presets(path: str | Path) -> dict[str, str]:
 def start_own_task(
     config: ConfigDict, preset: ConfigDict, given: Collection[str]
 ) -> dict[str, Any]:
-    """Reset what `config` inherits from the preset's task, where the task or reward is another.
+    """Reset what `config` inherits from the preset's task if the task or reward differs.
 
-    given: fields that the user has set, which stay. Returns the values that were reset, by field.
+    given: fields set by the user, which stay. Returns the values that were reset, by field.
     """
     other_source = config.data.source != preset.data.source
     other_task = other_source or config.data.name != preset.data.name
     other_reward = config.reward.name != preset.reward.name
-    # An unknown source is refused later.
+    # An unknown source is rejected later.
     fields = schema().fields
     known = config.data.source in fields["data.source"].kind.choices()
     has_an_end = known and not schema().values(config).meaning("data.source").endless

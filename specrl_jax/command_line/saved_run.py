@@ -12,7 +12,7 @@ from specrl_jax.settings import schema
 
 
 def get_config(path: str) -> ConfigDict:
-    """Return the configuration that a run has saved; ValueError in one line for another file."""
+    """Return the configuration saved by a run; a one-line ValueError for another file."""
     values = read_json(Path(path))
     values.pop(ORIGIN, None)
     config = ConfigDict(values)
@@ -22,5 +22,5 @@ def get_config(path: str) -> ConfigDict:
 
 
 def origin(path: Path) -> str:
-    """Return the RUN@STEP that a run started with; "" where it started anew."""
+    """Return the RUN@STEP that a run started from; "" if it started anew."""
     return str(read_json(path).get(ORIGIN, ""))

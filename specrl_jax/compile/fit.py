@@ -1,8 +1,8 @@
-"""Rows that a rollout computes at once where `rollout.max_rows` is 0: as many as fit a device.
+"""Rows that a rollout computes at a time if `rollout.max_rows` is 0: as many as fit on a device.
 
-Bytes follow from the shapes of a run's arrays, and from an estimate of what programs need beside
-them. So the number follows from configuration, mesh and memory alone. `programs.compile_run` holds
-it against what the compiler says.
+Bytes follow from the shapes of a run's arrays, plus an estimate of what programs need in addition,
+so the number follows from configuration, mesh and memory alone. `programs.compile_run` checks it
+against the compiler's report.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from specrl_jax.sharding import shards
 from specrl_jax.training.run import Run
 
 _SPARE = 0.1  # share of the memory for what is not counted, and for gaps between arrays
-_COPIES = 2  # of a program's intermediate arrays that are in memory at once
-_ROWS = 8  # a shard's rows are a multiple, so that a few bytes do not decide
+_COPIES = 2  # of a program's intermediate arrays that are in memory together
+_ROWS = 8  # a shard's rows are a multiple of this, so that a few bytes do not matter
 
 
 class Need(NamedTuple):
     """Bytes of one device during a rollout."""
 
-    beside: int  # arrays whatever the batch is, and what `prefill` needs
-    row: int  # of a row on each shard
+    beside: int  # arrays independent of the batch, and what `prefill` needs
+    row: int  # per row on each shard
 
     def rows(self, there: float) -> int:
-        """Return the rows of a shard that fit a device of so many bytes."""
+        """Return the rows per shard that fit on a device with this many bytes."""
         rows = max(int(((1 - _SPARE) * there - self.beside) // self.row), 0)
         return rows // _ROWS * _ROWS or rows
 
 
 def fit_rows_to_memory(run: Run) -> Run:
-    """Return the run with the rows that fit the devices of its mesh; print a line of them.
+    """Return the run with the rows that fit the devices of its mesh; print a line about them.
 
     Raises ValueError as `fit_rows` does.
     """
@@ -51,9 +51,9 @@ def fit_rows_to_memory(run: Run) -> Run:
 
 
 def fit_rows(run: AbstractRun, there: float) -> AbstractRun:
-    """Return the run with the rows that fit, in training and evaluation, where config leaves it.
+    """Return the run with the rows that fit, in training and evaluation, unless configured.
 
-    there: bytes of a device. Raises ValueError in one line where not a row a shard fits.
+    there: bytes of a device. Raises a one-line ValueError if not even one row per shard fits.
     """
     if run.spec.max_rows:
         return run
@@ -67,7 +67,7 @@ def fit_rows(run: AbstractRun, there: float) -> AbstractRun:
 
 
 def fit_evaluation(spec: RolloutSpec, weights: Params, params: Params, rows: int) -> RolloutSpec:
-    """Return the spec of a rollout of `rows` rows with those that fit beside a policy alone.
+    """Return the spec of a rollout of `rows` rows with as many at a time as fit next to a policy.
 
     weights: the rollout's copy of `params`. Raises ValueError as `fit_rows` does.
     """
@@ -79,14 +79,14 @@ def fit_evaluation(spec: RolloutSpec, weights: Params, params: Params, rows: int
 
 
 def describe(run: AbstractRun, there: float) -> str:
-    """Describe in a line how many rows a rollout computes at once, and what their cache takes."""
+    """Describe in a line how many rows a rollout computes at a time, and their cache size."""
     shapes = run.training
     at_once = shapes.buckets.sizes[0]
     own = at_once // shards("batch")
     cache, _ = shapes.batch(at_once)
     cache_size = device_bytes(cache) / 2**30
     return (
-        f"rollout: {at_once:,} of {run.rows:,} rows at once, {own:,} on each shard; their cache "
+        f"rollout: {at_once:,} of {run.rows:,} rows at a time, {own:,} on each shard; their cache "
         f"takes {cache_size:.3g} of {there / 2**30:.3g} GiB of a device"
     )
 
@@ -109,7 +109,7 @@ def _max_rows(kept: Any, shapes: RolloutShapes, there: float) -> int:
 
 
 def estimate(kept: Any, shapes: RolloutShapes) -> Need:
-    """Return what a rollout takes of a device; kept: arrays that are there all the time."""
+    """Return what a rollout takes of a device; kept: arrays that exist the whole time."""
     pieces = shards("batch")
     copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
     beside = device_bytes([kept, copied, shapes.all_rows, shapes.drafts, shapes.draft_state])
@@ -140,7 +140,7 @@ def _prefill_bytes(shapes: RolloutShapes) -> int:
 
 
 def _step_bytes(shapes: RolloutShapes) -> int:
-    """Return the bytes of a row, on each shard, in a decode step, and where it starts."""
+    """Return the bytes of a row, on each shard, in a decode step and in prefill."""
     spec = shapes.spec
     model = spec.model
     buckets = shapes.buckets
@@ -148,6 +148,6 @@ def _step_bytes(shapes: RolloutShapes) -> int:
     scores = 0
     if "cached" not in model.kernels:
         scores = buckets.cache_slots * model.num_heads // shards("heads")
-    # Every device has the packed texts of all shards: four numbers of a token, and its slot.
+    # Every device has the packed texts of all shards: four numbers per token, and its slot.
     texts = shards("batch") * 4 * (4 * buckets.sequence_slots + buckets.cache_slots)
     return _COPIES * 4 * spec.max_width * (logits + scores) + texts

@@ -13,7 +13,7 @@ from specrl_jax.text.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.training.build import policy_schedule, training_spec
 from specrl_jax.training.choices import frozen_of
 
-UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
+UNKNOWN_PROMPTS = 8_192  # training prompts if data.prompts is 0: all of a data set
 
 
 def abstract_run(config) -> AbstractRun:
@@ -30,7 +30,7 @@ def abstract_run(config) -> AbstractRun:
         eos_ids = tokenizer.eos_ids
         pad_id = tokenizer.pad_id
     model = load_shape(config, vocab_size)
-    # Which token ends a response changes a constant of the programs, nothing else.
+    # Which token ends a response only changes a constant of the programs.
     rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
     evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
     prompts = config.data.prompts or UNKNOWN_PROMPTS

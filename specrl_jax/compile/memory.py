@@ -1,7 +1,7 @@
 """Estimates of a run's largest arrays from its configuration.
 
-They are below what a run needs, so that what fits is not refused. `check` comes before anything is
-allocated: a system may end a process that takes too much without a word.
+They are lower bounds, so what fits is never rejected. `check` runs before anything is allocated: a
+system may kill a process that takes too much without a message.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     """Arrays of one kind, over all devices."""
 
     what: str
-    fields: str  # of the config, that set their size
+    fields: str  # of the config, which determine their size
     bytes: float
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list[Part]]]:
-    """Yield each stage of a run, and its arrays at once. prompts: to train on."""
+    """Yield each stage of a run, and its simultaneous arrays. prompts: to train on."""
     rollout = config.rollout
     updates = config.updates
     sft = config.sft
@@ -61,7 +61,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         if 0 < rollout.max_rows < rows:
             rows = rollout.max_rows
             fields = "rollout.max_rows"
-        elif not rollout.max_rows:  # as many as fit: a row a shard at least
+        elif not rollout.max_rows:  # as many as fit: at least one row per shard
             rows = min(rows, shards("batch"))
             fields = ""
         cache = 2 * layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
@@ -85,7 +85,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     bound = "updates.micro_batch_size" if sequences > shape(1)[1] else ""
     yield "an update", kept + trained(sequences, length, bound)
     if model.lora:
-        read = Part("weights as they are read", _model_fields(config), 4 * param_count(model))
+        read = Part("weights as read", _model_fields(config), 4 * param_count(model))
         yield "the start", [*kept, read]
     if sft.steps:
         yield "the warm-up", kept[:-1] + trained(sft.batch_size, slots, "sft.batch_size")
@@ -100,7 +100,7 @@ def _model_fields(config) -> str:
 
 
 def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
-    """Return the arrays that a run keeps from its start to its end."""
+    """Return the arrays that a run keeps from start to end."""
     rollout = config.rollout
     model_fields = _model_fields(config)
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
@@ -112,7 +112,7 @@ def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
     if recipe := frozen_of(config):
         other = recipe.shape(config, model.vocab_size)
         weights = jnp.dtype(other.dtype).itemsize * param_count(other)
-        kept.append(Part("weights that are not trained", recipe.asked_by(config), weights))
+        kept.append(Part("frozen weights", recipe.asked_by(config), weights))
     if DRAFT_SOURCES[rollout.draft].head:
         kept.append(Part("draft head and optimizer", model_fields, 12 * draft_head_size(model)))
     fields = "data.prompts rollout.group_size rollout.response_len"
@@ -128,7 +128,7 @@ def _kept(config, model: ModelConfig, prompts: int) -> list[Part]:
 
 
 def check(config, model: ModelConfig, prompts: int) -> None:
-    """Raise ValueError in one line where a stage of the run needs more than there is."""
+    """Raise a one-line ValueError if a stage of the run needs more memory than there is."""
     fields = dict(flatten(config))
     memory, where = device_memory()
     for stage, parts in stages(config, model, prompts):
@@ -163,7 +163,7 @@ def device_memory() -> tuple[float, str]:
 
 @contextlib.contextmanager
 def explain_shortage(config, model: ModelConfig, prompts: int) -> Iterator[None]:
-    """Turn a failed allocation into an OutOfMemoryError that names what the largest arrays are."""
+    """Turn a failed allocation into an OutOfMemoryError that names the largest arrays."""
     try:
         yield
     except Exception as error:

@@ -16,16 +16,16 @@ _HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of
 
 
 def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
-    """Return figures of one program; where it is refused, "error" and what it would need.
+    """Return the results for one program; if it is rejected, "error" and what it would need.
 
-    kept: of `kept_bytes`. Bytes are those of a device, FLOPs of all devices. A loop of unknown
-    length counts once.
+    kept: from `kept_bytes`. Bytes are per device, FLOPs over all devices. A loop of unknown length
+    counts once.
     """
     row: dict[str, Any] = {"program": program.name}
     start = time.perf_counter()
     try:
         compiled = compile_all([program])[program.name]
-    except Exception as error:  # XLA's own kinds, by platform
+    except Exception as error:  # XLA's own types, by platform
         row["seconds_to_compile"] = time.perf_counter() - start
         row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
@@ -45,7 +45,7 @@ def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Count operations of matrix products over all devices, without those inside kernels."""
+    """Count operations of matrix products over all devices, except those inside kernels."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
@@ -56,7 +56,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
             sizes = (eqn.invars[0].aval.shape[axis] for axis in contracted)
             # A multiplication and an addition each.
             total += 2 * math.prod((*eqn.outvars[0].aval.shape, *sizes))
-        elif name == "ragged_dot_general":  # each row with the weights of its group
+        elif name == "ragged_dot_general":  # each row with its group's weights
             total += 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
         inner = []
         for value in eqn.params.values():
@@ -65,14 +65,14 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
         times = 1
         if name == "scan":
             times = eqn.params["length"]
-        elif name == "shard_map":  # shapes inside are those of one device
+        elif name == "shard_map":  # shapes inside are per device
             times = math.prod(eqn.params["mesh"].shape.values())
         total += times * (max(inner) if name == "cond" else sum(inner))
     return total
 
 
 def to_text(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each program, under a line of headings."""
+    """Return a line per program, under a line of headings."""
     lines = [_HEADINGS, *map(_cells, rows)]
     full = [cells for cells in lines if len(cells) == len(_HEADINGS)]
     names = max(len(cells[0]) for cells in lines)

@@ -47,8 +47,8 @@ class AbstractRun:
     num_prompts: int  # to train on
     key: Any  # of the run, or its shape
     rollout_mesh: jax.sharding.Mesh
-    apart: bool = False  # whether the mesh in use is of rollouts alone
-    frozen_model: ModelConfig | None = None  # of weights that are not trained, beside the policy's
+    apart: bool = False  # whether the mesh in use is for rollouts only
+    frozen_model: ModelConfig | None = None  # of frozen weights, besides the policy's
 
     @classmethod
     def of(cls, run: Run) -> "AbstractRun":
@@ -67,7 +67,7 @@ class AbstractRun:
     def describe(self) -> str:
         """Describe the run in a line."""
         count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
-        rows = f"{self.rows:,} rows a step, {self.training.buckets.sizes[0]:,} at once"
+        rows = f"{self.rows:,} rows per step, {self.training.buckets.sizes[0]:,} at a time"
         return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
 
     @property
@@ -81,7 +81,7 @@ class AbstractRun:
 
     @property
     def total_rows(self) -> int:
-        """Rows of a rollout, background rows included."""
+        """Rows of a rollout, including background rows."""
         return sum(self.collector.rows_per_rollout(self.config))
 
     @functools.cached_property
@@ -93,7 +93,7 @@ class AbstractRun:
 
     @functools.cached_property
     def base_params(self) -> Params | None:
-        """Weights that adapters are trained for."""
+        """Weights that adapters modify."""
         if self.model.lora is None:
             return None
         params = abstract.placed(abstract_params(self.model))
@@ -105,7 +105,7 @@ class AbstractRun:
 
     @functools.cached_property
     def reference_policy(self) -> Params | None:
-        """Weights of the policy that the KL penalty is measured from."""
+        """Weights of the policy that the KL penalty is measured against."""
         if not self.config.algorithm.kl_coef:
             return None
         warm = self.config.sft.steps and self.config.model.source  # by adapters
@@ -113,7 +113,7 @@ class AbstractRun:
 
     @functools.cached_property
     def frozen(self) -> Params | None:
-        """Weights beside the policy's that are not trained."""
+        """Frozen weights, besides the policy's."""
         if self.frozen_model is None:
             return None
         params = abstract.placed(abstract_params(self.frozen_model))
@@ -143,9 +143,9 @@ class AbstractRun:
 
     @property
     def kept(self) -> tuple:
-        """Arrays that the run keeps all the time: its state, a reference, the draft store.
+        """Arrays that the run keeps the whole time: its state, a reference, the draft store.
 
-        On a mesh of rollouts alone: the store, and the weights of rollouts that wait or run.
+        On a mesh for rollouts only: the store, and the weights of waiting or running rollouts.
         """
         if self.apart:
             return self.stored, self.kept_weights
@@ -154,14 +154,14 @@ class AbstractRun:
     # The rollouts
 
     def of_rollouts(self) -> "AbstractRun":
-        """Return the run whose properties are to be read with the mesh of rollouts in use."""
+        """Return the run whose properties must be read with the mesh of rollouts in use."""
         if self.rollout_mesh == jax.sharding.get_mesh():
             return self
         return dataclasses.replace(self, apart=True, key=move(self.key, self.rollout_mesh))
 
     @property
     def kept_weights(self) -> tuple:
-        """Weights on a mesh of rollouts alone: the layers in use, and all of rollouts that wait."""
+        """Weights on a mesh for rollouts only: the layers in use, and all of waiting rollouts."""
         if not self.apart:
             return ()
         waiting = [self.training.weights] * batch_source_of(self.config).most_ahead(self.config)

@@ -1,7 +1,7 @@
-"""What a field of a run's configuration is: its kind, when it has an effect, how it is checked.
+"""Definition of a run's configuration fields: their kind, when they matter, how they are checked.
 
-The rooms declare their fields with this (`fields`), and `specrl_jax.settings` gathers them in a
-`schema.Schema`. Nothing here knows a room.
+Subpackages declare their fields with this (`fields`), and `specrl_jax.settings` gathers them in a
+`schema.Schema`. Nothing here depends on a subpackage.
 """
 
 from specrl_jax.config.kinds import flatten, get

@@ -1,4 +1,4 @@
-"""How a room declares its fields: a `Section` of rows, each a field with all that is said of it."""
+"""Declarations of fields: a `Section` of rows, each with everything known about a field."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ RESUMED = "where a run is resumed, and where a new run starts with another run's
 
 
 class Values:
-    """A configuration as conditions and rules read it: with what its names stand for."""
+    """A configuration in the form that conditions and rules read, with what its names refer to."""
 
     def __init__(self, config: ConfigDict, kinds: Mapping[str, Kind]):
         self._config = config
@@ -24,21 +24,21 @@ class Values:
         return getattr(self._config, section)
 
     def get(self, field: str, default: Any = None) -> Any:
-        """Return the value of a field by its path; `default` where no room has such a field."""
+        """Return the value of a field by its path; `default` if no such field is declared."""
         return get(self._config, field) if field in self._kinds else default
 
     def meaning(self, field: str) -> Any:
-        """Return what the name in `field` stands for, in the table of its choices."""
+        """Return what the name in `field` refers to, in the table of its choices."""
         return self._kinds[field].meaning(get(self._config, field))
 
 
-# A rule between fields: (field, the rule in words, whether the configuration keeps it).
+# A rule between fields: (field, the rule in words, whether the configuration obeys it).
 Check = tuple[str, str, bool]
 Rules = Callable[[Values], Iterator[Check]]
 
 
 def no_rules(config: Values) -> Iterator[Check]:
-    """Yield nothing: any configuration keeps the rules."""
+    """Yield nothing: any configuration is valid."""
     yield from ()
 
 
@@ -48,12 +48,12 @@ class When:
 
     field: str  # whose value decides
     holds: Callable[[Values], bool]
-    value: str | None = None  # of `field` that gives the effect; None: its first choice that does
+    value: str | None = None  # of `field` that satisfies it; None: its first choice that does
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How many rows, or prompts, a mesh divides among its devices."""
+    """How many rows or prompts a mesh splits among its devices."""
 
     mesh: str  # "update" or "rollout"
     when: When | None = None  # None: in every run
@@ -61,17 +61,17 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One row: all that is said of a field."""
+    """One row: everything known about a field."""
 
     name: str
     default: Any
     comment: str
     kind: Kind = ANY
-    when: tuple[When, ...] = ()  # it has an effect where all hold; the first that fails is named
-    neutral: Any = None  # the one value that may be given where the field has no effect
+    when: tuple[When, ...] = ()  # it matters only if all hold; the error names the first that fails
+    neutral: Any = None  # the one value that is allowed when the field has no effect
     may_change: str = ""  # NEW_RUN or RESUMED; "": never, once a run has started
     task: Any = None  # value for "no task chosen"; None: the field does not depend on the task
-    files: Any = None  # the same value where the task comes from files or a data set
+    files: Any = None  # the same value if the task comes from files or a data set
     shards: Shards | None = None  # it is a size that must fit a mesh
 
 
@@ -84,14 +84,14 @@ def field(
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Fields below one path, as "rollout.tree"; several sections may have one path."""
+    """Fields below one path, like "rollout.tree"; several sections may share a path."""
 
     path: str  # "": the top
     comment: str
     fields: tuple[Field, ...]
-    on: When | None = None  # where it fails, no field has an effect but the one that it names
-    may_change: str = ""  # of the fields that do not say it
-    free: bool = False  # users add fields of their own: these have no rules
+    on: When | None = None  # if it fails, no field has an effect except the one that it names
+    may_change: str = ""  # of fields without their own
+    free: bool = False  # users add their own fields: these have no rules
 
     def paths(self) -> dict[str, Field]:
         """Return the fields by their whole paths, each with the section's condition."""
@@ -108,9 +108,9 @@ Spec = TypeVar("Spec")
 
 
 def filled(cls: type[Spec], section: Mapping, **more: Any) -> Spec:
-    """Return a dataclass `cls` with the values that a section has under the names of its fields.
+    """Return a dataclass `cls` with the section's values for fields of the same names.
 
-    more: values of other fields, and values that go before the section's.
+    more: values of other fields, and values that override the section's.
     """
     names = [x.name for x in dataclasses.fields(cls) if x.init and x.name in section]
     return cls(**{name: section[name] for name in names} | more)

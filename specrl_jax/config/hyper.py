@@ -1,7 +1,7 @@
-"""Functions with which `get_hyper(hyper)` of a configuration file builds a sweep.
+"""Functions with which a configuration file's `get_hyper(hyper)` builds a sweep.
 
-A sweep is a list of overrides {FIELD: value}; each of them is a case of launch/sweep.py. The
-functions are those that users of ml_collections know. Values may be text as in a flag ("e^0.5").
+A sweep is a list of overrides {FIELD: value}; each is a case of launch/sweep.py. The functions are
+those of ml_collections' hyper. Values may be text as in a flag ("e^0.5").
 
     def get_hyper(hyper):
         return hyper.product([
@@ -37,7 +37,7 @@ def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
 
 
 def zipit(sweeps: Sequence[Sweep]) -> Sweep:
-    """Return the first of every sweep together, then the second. Sweeps must have one length."""
+    """Return the first of every sweep together, then the second. Sweeps must have equal lengths."""
     lengths = list(map(len, sweeps))
     if len(set(lengths)) > 1:
         raise ValueError(f"hyper.zipit must get sweeps of one length, got lengths {lengths}")

@@ -1,4 +1,4 @@
-"""Kinds of fields: what a value must be, in words and as a test."""
+"""Kinds of fields: which values are valid, in words and as a test."""
 
 import dataclasses
 import functools
@@ -31,24 +31,24 @@ def get(config: ConfigDict, field: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Rules of what a field may hold."""
+    """Rules for a field's values."""
 
-    rules: tuple[Rule, ...] = ()  # the first that is broken is named
-    names: tuple[str, ...] = ()  # of a choice, beside the keys of `table`
-    # What names stand for. It is a function, as it imports what is slow to import.
+    rules: tuple[Rule, ...] = ()  # the error names the first that is broken
+    names: tuple[str, ...] = ()  # of a choice, besides the keys of `table`
+    # What names refer to. It is a function, as what it imports is slow to import.
     table: Callable[[], Mapping[str, Any]] = dict
-    open: bool = False  # any text may be given; that of `table` has a meaning
+    open: bool = False  # any text is valid; that in `table` has a meaning
 
     def choices(self) -> tuple[str, ...]:
-        """Return all names of a choice; () of another kind."""
+        """Return all names of a choice; () for another kind."""
         return () if self.open else (*self.names, *self.table())
 
     def meaning(self, name: str) -> Any:
-        """Return what a name stands for; None for text that stands for nothing."""
+        """Return what a name refers to; None for other text."""
         return self.table().get(name) if self.open else self.table()[name]
 
     def broken(self, value: Any) -> str:
-        """Return the rule that a value breaks, in words; "" where it breaks none."""
+        """Return the rule that a value breaks, in words; "" if it breaks none."""
         if names := self.choices():
             return "" if value in names else f"one of {', '.join(names)}"
         return next((words for words, holds in self.rules if not holds(value)), "")
@@ -75,18 +75,18 @@ def choice(table: Callable[[], Mapping[str, Any]], *more: str) -> Kind:
 
 
 def text_or(table: Callable[[], Mapping[str, Any]]) -> Kind:
-    """Return a text, of which the keys of a table have a meaning."""
+    """Return a text, for which the keys of a table have a meaning."""
     return Kind(TEXT.rules, table=table, open=True)
 
 
 def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
-    """Return a whole number; why: there is a largest one."""
+    """Return an integer; why: the reason for its maximum."""
     at_least = (f">= {least}", lambda x: x >= least)
     return Kind((_INTEGER, at_least, (f"<= {most} ({why})", lambda x: x <= most)))
 
 
 def is_integer(kind: Kind) -> bool:
-    """Return whether a field of this kind holds a whole number."""
+    """Return whether a field of this kind is an integer."""
     return _INTEGER in kind.rules
 
 
@@ -96,7 +96,7 @@ def within(low: float, high: float) -> Kind:
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Kind:
-    """Return a number of which a rule holds."""
+    """Return a number that obeys a rule."""
     return Kind((_NUMBER, (words, holds)))
 
 
@@ -104,7 +104,7 @@ SHARE = within(0, 1)
 FINITE = number("finite", lambda x: -MAX_FLOAT <= x <= MAX_FLOAT)
 NOT_NEGATIVE = number(">= 0", lambda x: x >= 0)
 WEIGHT = number(">= 0 and finite", lambda x: 0 <= x <= MAX_FLOAT)
-BETA = within(0, 0.99999)  # nearer to 1 a float32 is 1
+BETA = within(0, 0.99999)  # closer to 1, float32 rounds to 1
 BELOW_ONE = number("in [0, 1)", lambda x: 0 <= x < 1)
 ABOVE_ZERO = number("in (0, 1]", lambda x: 0 < x <= 1)
 OFF_OR_ABOVE_ONE = number("0 (off) or in (1, 1e6]", lambda x: x == 0 or 1 < x <= 1e6)

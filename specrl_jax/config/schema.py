@@ -1,4 +1,4 @@
-"""All fields and rules of a configuration, gathered from rooms that declare them (`Schema`)."""
+"""All fields and rules of a configuration, gathered from the subpackages (`Schema`)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from ml_collections import ConfigDict
 from specrl_jax.config.fields import Field, Rules, Section, Values, When
 from specrl_jax.config.kinds import Kind, flatten, get
 
-ORIGIN = "resume_from"  # of the command line, saved beside the fields of a run
+ORIGIN = "resume_from"  # of the command line, saved with the fields of a run
 _SEE = "docs/fields.md"
 
 
 class Schema:
-    """Fields by their paths, and the rules that a whole configuration keeps.
+    """Fields by their paths, and the rules for a whole configuration.
 
-    Its checks raise ValueError in one line, before anything is loaded or compiled.
+    Its checks raise a one-line ValueError, before anything is loaded or compiled.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class Schema:
     ):
         """Take sections and rules in the order in which they are shown and checked.
 
-        effects: conditions, and others that give the same effect. renamed: new names of fields by
-        their old ones.
+        effects: conditions, and others with the same effect. renamed: new names of fields by their
+        old ones.
         """
         self.sections = tuple(sections)
         self.rules = tuple(rules)
@@ -41,7 +41,7 @@ class Schema:
                 raise ValueError(f"{twice[0]} must be declared once, got two rows")
             self.fields |= paths
         self._kinds = {name: row.kind for name, row in self.fields.items()}
-        # Sections whose fields have the user's names: when they have an effect.
+        # Sections whose field names are the user's: when they have an effect.
         self.options: dict[str, tuple[When, ...]] = {
             x.path: (x.on,) if x.on else () for x in sections if x.free
         }
@@ -49,9 +49,9 @@ class Schema:
     # What is declared -----------------------------------------------------------------------------
 
     def comments(self) -> dict[str, str]:
-        """Return the comment of every field, and of the options that have a default.
+        """Return the comment of every field, and of options with a default.
 
-        The names that recipes have added to a table of choices follow, each with its file.
+        The names that recipes have added to a table of choices are appended, each with its file.
         """
         rows = {name: row for x in self.sections for name, row in x.paths().items()}
         return {name: " | ".join([row.comment, *_added(row.kind)]) for name, row in rows.items()}
@@ -70,11 +70,11 @@ class Schema:
         return config
 
     def values(self, config: ConfigDict) -> Values:
-        """Return the values of a configuration as conditions and rules read them."""
+        """Return the values of a configuration in the form that conditions and rules read."""
         return Values(config, self._kinds)
 
     def may_change(self, *who: str) -> tuple[str, ...]:
-        """Return the fields that these may change; a section stands for all of its fields."""
+        """Return the fields that these may change; a section means all of its fields."""
         names: list[str] = []
         for section in dict.fromkeys(field.partition(".")[0] for field in self.fields):
             fields = [field for field in self.fields if field.split(".")[0] == section]
@@ -83,21 +83,21 @@ class Schema:
         return tuple(names)
 
     def of_task(self) -> dict[str, Any]:
-        """Return the fields that belong to a task, with their values where none is chosen."""
+        """Return the fields that belong to a task, with their values when none is chosen."""
         return {name: row.task for name, row in self.fields.items() if row.task is not None}
 
     def unknown(self, name: str) -> str:
-        """Return the line of a name that is no field."""
+        """Return the error line for a name that is not a field."""
         if new := self.renamed.get(name):
-            return f"{name} is {new} now"
+            return f"{name} is now {new}"
         return f"{name} is not a field of the config; see {_SEE}"
 
     # Checks ---------------------------------------------------------------------------------------
 
     def validate(self, config: ConfigDict, given: Collection[str] = ()) -> None:
-        """Raise ValueError in one line on the first rule that a whole configuration breaks.
+        """Raise a one-line ValueError on the first rule that a whole configuration breaks.
 
-        given: the fields that the user has set, each of which must have an effect.
+        given: the fields set by the user, each of which must have an effect.
         """
         values = dict(flatten(config))
         if missing := sorted(self.fields.keys() - values.keys()):
@@ -116,8 +116,8 @@ class Schema:
                 _require(name, "" if holds else rule, values.get(name))
 
     def without_effect(self, config: ConfigDict, field: str) -> str:
-        """Say in one line that a field does nothing in a configuration, and what would give it an
-        effect; "" where it does something, or its value is what holds anyway."""
+        """Return in one line that a field has no effect in a configuration, and what would give it
+        one; "" if it has an effect, or its value is the effective one anyway."""
         row = self.fields.get(field)
         if row and row.neutral is not None and get(config, field) == row.neutral:
             return ""
@@ -128,7 +128,7 @@ class Schema:
         return ""
 
     def holds(self, when: When, config: ConfigDict) -> bool:
-        """Return whether a condition holds, or another that gives the same effect."""
+        """Return whether a condition holds, or another with the same effect."""
         values = self.values(config)
         return any(x.holds(values) for x in (when, *self._others(when)))
 
@@ -136,7 +136,7 @@ class Schema:
         return [others[when] for others in self.effects if when in others]
 
     def _advice(self, config: ConfigDict, when: When) -> str:
-        """Say which field is in the way of a condition, and what value would help, if any."""
+        """Return which field prevents a condition, and what value would help, if any."""
         named = [x for x in (when, *self._others(when)) if x.field]
         better = {x: self.remedy(config, x) for x in named}
         named.sort(key=lambda x: better[x] is None)
@@ -149,7 +149,7 @@ class Schema:
         return words if help_ is None else f"{words}; add --config.{first.field}={help_}"
 
     def remedy(self, config: ConfigDict, when: When) -> str | None:
-        """Return the value of `when.field` under which the condition holds, if any."""
+        """Return the value of `when.field` that satisfies the condition, if any."""
         if when.value is not None:
             return when.value
         section, _, name = when.field.rpartition(".")
@@ -161,27 +161,27 @@ class Schema:
         return None
 
     def check_version(self, saved: Iterable[str], where: str, known: Iterable[str] = ()) -> None:
-        """Raise ValueError in one line where a saved configuration has other fields than are known.
+        """Raise a one-line ValueError if a saved configuration has other fields than the known.
 
         known: by default those of the schema. Fields that no version requires are not compared.
         """
         before = {name for name in saved if not self._is_optional(name)}
         now = {name for name in known or self.fields if not self._is_optional(name)}
-        differs = [f"{name} came later" for name in sorted(now - before)]
+        differs = [f"{name} was added later" for name in sorted(now - before)]
         differs += [
-            f"{name} is {self.renamed[name]} now"
+            f"{name} is now {self.renamed[name]}"
             if name in self.renamed
-            else f"{name} is no field any more"
+            else f"{name} no longer exists"
             for name in sorted(before - now)
         ]
         if differs:
             raise ValueError(
-                f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with "
-                "that version, or start a new run"
+                f"{where} is from another version of specrl_jax: {', '.join(differs)}; continue "
+                "with that version, or start a new run"
             )
 
     def check_mesh(self, config: ConfigDict, mesh: Any, rollout_mesh: Any = None) -> None:
-        """Check batch sizes against the mesh; ValueError in one line that says what would fit.
+        """Check batch sizes against the mesh; a one-line ValueError names sizes that would fit.
 
         rollout_mesh: of rollouts; None: the same.
         """

@@ -1,7 +1,7 @@
 """Choice of the next prompts: one entry of `CURRICULA` for each `curriculum.name`.
 
-Takes encoded prompts and their rewards (`observe`); gives batches of `Prompts`. The choice is a
-pure function of the seed and of the observed rewards.
+Takes encoded prompts and their rewards (`observe`); returns batches of `Prompts`. The choice is a
+pure function of the seed and the observed rewards.
 """
 
 import copy
@@ -21,16 +21,16 @@ class PromptStream(StatePart):
     """Uniform: endless batches of Q distinct prompts, each prompt exactly once an epoch.
 
     The order of an epoch is a pure function of (seed, epoch). A batch takes the rest of an epoch
-    and goes on with the next one, whose prompts that it already has come first in the next batch.
+    and continues with the next one, whose prompts that it already has come first in the next batch.
     Prompts are drawn in pieces of Q, the last piece of an epoch has the rest: `epoch_index` (from
-    0) and `batch_index` (in that epoch) are those of the next piece.
+    0) and `batch_index` (in that epoch) refer to the next piece.
 
     settings: `config.curriculum`. total_steps: of the run.
     """
 
     foresees = True  # `peek` knows the next batch
     by_parts = False  # a group is sampled in parts, one after another
-    # The attributes that a checkpoint holds.
+    # Attributes saved in a checkpoint.
     _place: tuple[str, ...] = ("epoch_index", "batch_index", "waiting")
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptStream(StatePart):
         self.prompts_per_epoch = total
         self.epoch_index = 0
         self.batch_index = 0
-        self.waiting: list[str] = []  # prompt_ids that `take` has passed over
+        self.waiting: list[str] = []  # prompt_ids that `take` has skipped
         self._encoded = encoded
         self._size = prompts_per_step
         self._seed = seed
@@ -61,7 +61,7 @@ class PromptStream(StatePart):
         self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
 
     def start_step(self, step: int) -> None:
-        """Note that step `step` of the run starts, from 1."""
+        """Record that step `step` of the run starts, from 1."""
 
     def next(self) -> Prompts:
         """Return the next batch, [Q, P]."""
@@ -70,8 +70,8 @@ class PromptStream(StatePart):
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
         """Return the next `count` prompts: none twice, none whose prompt_id is in `busy`.
 
-        A prompt that is passed over now comes first in a later call. Raises ValueError where the
-        data has too few prompts.
+        A prompt that is skipped now comes first in a later call. Raises ValueError if the data has
+        too few prompts.
         """
         taken = []
         out = set(busy)
@@ -101,34 +101,34 @@ class PromptStream(StatePart):
     def _check_count(self, count: int) -> None:
         if count > len(self._ids):
             raise ValueError(
-                f"data.prompts must be >= {count}, the prompts that are under way at once, got "
-                f"{len(self._ids)}; fewer prompts a step would fit"
+                f"data.prompts must be >= {count}, the prompts in progress at a time, got "
+                f"{len(self._ids)}; or use fewer prompts per step"
             )
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
-        """Note the rewards of Q prompts, float [Q, G]."""
+        """Record the rewards of Q prompts, float [Q, G]."""
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
-        """Return the prompts of these ids, in this order."""
+        """Return the prompts with these ids, in this order."""
         return self._encoded.select([self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
     def given(self) -> int:
-        """Prompts given out since the run started, with repeats."""
+        """Prompts handed out since the run started, counting repeats."""
         drawn = self.epoch_index * self.prompts_per_epoch + self.batch_index * self._size
         return drawn - len(self.waiting)
 
     def peek(self) -> Prompts:
-        """Return what `next` will give, without going on."""
+        """Return the result of the next `next` call, without advancing."""
         return copy.copy(self).next()
 
     def host(self) -> dict[str, Any]:
-        """Return what `restore` needs, for JSON."""
+        """Return what `restore` needs, JSON-able."""
         fixed = {"seed": self._seed, "prompts_per_step": self._size, **self._digests}
         return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
-        """Go on where `host` was taken; raises ValueError where seed, batch size or data differ."""
+        """Continue from `host`; raises ValueError if seed, batch size or data differ."""
         for name, now in self.host().items():
             if name in self._place:
                 setattr(self, name, host[name])
@@ -143,7 +143,7 @@ class PromptStream(StatePart):
 class Chooser(PromptStream):
     """Draws each batch anew, from all prompts that are not busy.
 
-    So it has no epochs: a draft is the prompt's last response, however old.
+    So there are no epochs: a draft is the prompt's last response, however old.
     """
 
     foresees = False
@@ -176,7 +176,7 @@ CURRICULA: dict[str, type[PromptStream]] = Table("CURRICULA", {"uniform": Prompt
 def count_steps(config: Any, prompts: int) -> int:
     """Return the steps of a run on this many prompts.
 
-    Without `train.steps` as many as come nearest to `train.epochs` passes: epochs · N / Q, rounded.
+    Without `train.steps`, the number closest to `train.epochs` passes: epochs · N / Q, rounded.
     """
     size = config.rollout.prompts_per_step
     rounded = (2 * config.train.epochs * prompts + size) // (2 * size)
@@ -193,8 +193,8 @@ def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> P
 def part_of(prompts: Prompts, first: int) -> Prompts:
     """Return the same prompts for their responses from number `first` on.
 
-    So a group can be sampled and stored in parts, each with noise of its own. The first part has
-    the noise of the whole.
+    This way a group can be sampled and stored in parts, each with its own noise. The first part has
+    the noise of the whole group.
     """
     if first == 0:
         return prompts

@@ -1,7 +1,7 @@
-"""Problems of packages, made in a process of their own.
+"""Problems from packages, made in a separate process.
 
-Some go through sets of texts, whose order depends on the process's hash seed, or draw from
-Python's global generator. Here both are fixed, so that a seed gives the same items in every
+Some packages iterate over sets of texts, whose order depends on the process's hash seed, or use
+Python's global random generator. Here both are fixed, so a seed gives the same items in every
 process.
 """
 
@@ -18,16 +18,16 @@ from typing import Any
 
 from specrl_jax.inputs import json_value, reason
 
-# A task draws item i with its own seed + i, so these must lie further apart than a data set is
-# long. Multiples of the golden section keep their distance however many of them there are.
-_SEEDS = 2**31  # numpy's generators, which some tasks use, take no more than twice as many
+# A task draws item i with its own seed + i, so seeds must be further apart than a data set is long.
+# Multiples of the golden section stay apart however many there are.
+_SEEDS = 2**31  # numpy's generators, which some tasks use, accept at most twice as many
 _STEP = 1_327_217_885  # _SEEDS times the golden section
 
 
 def task_seed(seed: int) -> int:
     """Return the seed that a task gets under the run's seed; 0 stays 0.
 
-    Any two of 4,096 seeds in a row are more than 370,000 items apart.
+    Any two of 4,096 consecutive seeds are more than 370,000 items apart.
     """
     return seed * _STEP % _SEEDS
 
@@ -35,10 +35,10 @@ def task_seed(seed: int) -> int:
 def read_items(
     source: str, name: str, options: dict[str, Any], seed: int, start: int, stop: int
 ) -> list[dict]:
-    """Return items `start` to `stop`, as JSON has them. Raises ValueError if it fails.
+    """Return items `start` to `stop`, JSON-able. Raises ValueError if it fails.
 
     source: of `SOURCES`. name: of a task, a game or a taskset of the package.
-    seed: of the run; items of one seed are not those of another, unless the package has one order.
+    seed: of the run; different seeds give different items, unless the package has a fixed order.
     """
     paths = [path for path in sys.path if isinstance(path, str)]
     code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
@@ -84,7 +84,7 @@ def _gym_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
 
 
 def _games(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
-    """Return games, each of a seed that is its answer."""
+    """Return games, each with a seed that is its answer."""
     from specrl_jax.agents.textarena_games import load_game
 
     game = load_game(name)()

@@ -1,8 +1,8 @@
 """Rows of a dataset to encoded prompts.
 
-Takes `config.data` and a tokenizer; gives `Prompts`. A prompt's id is the hash of its content, so
-stored drafts and noise find it again after a restart, a reshuffle or a change of format. Rows that
-differ in other columns alone are one problem, unless the reward reads these.
+Takes `config.data` and a tokenizer; returns `Prompts`. A prompt's id is the hash of its content, so
+stored drafts and noise still match after a restart, a reshuffle or a change of format. Rows that
+differ only in other columns are one problem, unless the reward reads these.
 """
 
 import collections
@@ -33,9 +33,9 @@ _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 class Dataset:
     """Training and held-out problems: no prompt_id twice, no question in both."""
 
-    train: list[Example]  # without the questions that are held out
+    train: list[Example]  # without the held-out questions
     eval: list[Example]
-    duplicates: int  # rows left out for that
+    duplicates: int  # rows left out as duplicates
     empty: int  # rows left out, as they have no question
 
 
@@ -43,8 +43,8 @@ class Dataset:
 class EncodedDataset(Prompts):
     """All N problems of a dataset, as one batch."""
 
-    dropped: int  # problems left out, as they were longer than P tokens
-    spelled: int  # problems that hold letters of control tokens
+    dropped: int  # problems left out, as they exceed P tokens
+    spelled: int  # problems that spell out control tokens
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def load_examples(config: Any) -> Dataset:
     """Return training and held-out problems of `config.data`, at most data.prompts and
     data.eval_prompts of them (0: all).
 
-    Raises ValueError in one line where data, a field or an answer is missing.
+    Raises a one-line ValueError if data, a field or an answer is missing.
     """
     data = config.data
     rows = READERS[data.source].train_and_eval(data, config.seed)
@@ -69,7 +69,7 @@ def load_examples(config: Any) -> Dataset:
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
     """Return up to `count` warm-up problems, none of them held out: further ones of an endless
-    source, else the first ones to train on (0: all)."""
+    source, otherwise the first training problems (0: all)."""
     reader = READERS[config.data.source]
     if not reader.endless:
         return dataset.train[: count or None]
@@ -80,14 +80,14 @@ def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Exam
 def examples_of(
     config: Any, rows: Sequence[Row], held_out: Sequence[Example] = ()
 ) -> list[Example]:
-    """Return the problems that rows hold under `config.data`, none twice and none held out."""
+    """Return the problems in rows under `config.data`, without duplicates and held-out ones."""
     return _unique([*map(_example_maker(config), rows)], config, held_out)[0]
 
 
 def _example_maker(config: Any) -> Callable[[Row], Example | None]:
-    """Return what makes an `Example` of a row, None without a question; errors name the row."""
+    """Return a function from row to `Example`, None without a question; errors name the row."""
     data = config.data
-    # Only the last part of a path: an id must not depend on where the data lies.
+    # Only the last part of a path: an id must not depend on the data's location.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
     render = None
@@ -114,10 +114,10 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
 
     def check(answer: str, row: dict) -> None:
         if compares and is_blank(answer):
-            rule = "must hold an answer for every prompt"
+            rule = "must have an answer for every prompt"
             raise ValueError(f"{answer_source} {rule}, got {answer!r}")
         for check_tests in checks:
-            rule = f"must hold tests that reward.name = {config.reward.name} can read"
+            rule = f"must have tests that reward.name = {config.reward.name} can read"
             with one_line(f"{answer_source} {rule}"):
                 check_tests(answer, row)
 
@@ -139,7 +139,7 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
 
 def _known(answer: Any, field: str) -> Any:
     if answer is None or (isinstance(answer, float) and math.isnan(answer)):
-        raise ValueError(f"{field} must hold an answer for every prompt, got {answer}")
+        raise ValueError(f"{field} must have an answer for every prompt, got {answer}")
     return answer
 
 
@@ -174,7 +174,7 @@ def _answer(row: dict, data: Any, pattern: re.Pattern | None, needed: bool) -> s
 def make_example(
     prompt: str | tuple[dict, ...], answer: str, task: str, metadata: dict[str, Any]
 ) -> Example:
-    """An `Example` under the id of its content: blake2b-64 of (prompt, answer, task) as JSON."""
+    """Return an `Example` whose id is blake2b-64 of (prompt, answer, task) as JSON."""
     return Example(_content_id(prompt, answer, task), prompt, answer, task, metadata)
 
 
@@ -187,11 +187,11 @@ def _content_id(*content: Any) -> str:
 def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
-    """Return examples without repeated ones and held-out questions, and the number left out.
+    """Return examples without duplicates and held-out questions, and the number left out.
 
     In an environment the answer belongs to the question: it is what the policy asks for. A reward
-    that reads all columns has all rows that differ in one. Where they share question and answer,
-    the id of each is that of the whole row.
+    that reads all columns keeps all rows that differ in one. If they share question and answer, the
+    id of each is that of the whole row.
     """
 
     def question(example: Example) -> str:
@@ -227,13 +227,13 @@ def encode_prompts(
 ) -> EncodedDataset:
     """Return problems as [N, prompt_len]; longer prompts are left out. ValueError without one."""
     if not examples:
-        raise ValueError("data must hold at least one prompt, got none")
+        raise ValueError("data must have at least one prompt, got none")
     encoded = [tokenizer.encode_prompt(example.prompt) for example in examples]
     kept = [i for i, tokens in enumerate(encoded) if 0 < len(tokens) <= prompt_len]
     if not kept:
         shortest = min(map(len, encoded))
         raise ValueError(
-            f"data.prompt_len must let a prompt through, got {prompt_len} with {len(encoded)} "
+            f"data.prompt_len must fit at least one prompt, got {prompt_len} with {len(encoded)} "
             f"prompts, the shortest of {shortest} tokens"
         )
     tokens, lens = right_padded([encoded[i] for i in kept], prompt_len, tokenizer.pad_id)
@@ -246,7 +246,7 @@ def encode_prompts(
 def right_padded(
     rows: Sequence[Sequence[int]], width: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of token ids as int32 [N, width], and their lengths, int32 [N]."""
+    """Return rows of token ids as int32 [N, width], and their lengths, int32 [N]."""
     tokens = np.full((len(rows), width), pad_id, np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
@@ -254,7 +254,7 @@ def right_padded(
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """16 hexadecimal digits, equal where the arrays hold the same bytes."""
+    """Return 16 hexadecimal digits, equal if the arrays have the same bytes."""
     return hashlib.blake2b(b"".join(x.tobytes() for x in arrays), digest_size=8).hexdigest()
 
 
@@ -265,10 +265,10 @@ def words(ids: Sequence[str]) -> np.ndarray:
 
 
 def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
-    """All problems in order: (batch of exactly `size` prompts, number of real ones).
+    """Return all problems in order: (batch of exactly `size` prompts, number of real ones).
 
-    The last batch is filled up with prompts of one token, after the real ones. They have ids of
-    their own: a repeated prompt would share its noise with the first.
+    The last batch is padded with one-token prompts after the real ones. They have their own ids: a
+    repeated prompt would share its noise with the first.
     """
     total = len(encoded.examples)
     missing = -total % size
@@ -284,10 +284,10 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
 
 
 def solution(example: Example, field: str) -> str | None:
-    """Return the worked solution of a problem; None where it has none.
+    """Return the worked solution of a problem; None if it has none.
 
-    field: `data.solution_field`, its column; "": the answer. ValueError where there is no such
-    column, or it holds no text.
+    field: `data.solution_field`, its column; "": the answer. ValueError if there is no such
+    column, or it is not text.
     """
     value = example.answer
     if field:
@@ -295,7 +295,7 @@ def solution(example: Example, field: str) -> str | None:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if not isinstance(value, str):
-        raise ValueError(f"data.solution_field must hold text, got {str(value)[:60]!r}")
+        raise ValueError(f"data.solution_field must be text, got {str(value)[:60]!r}")
     check_text("data.solution_field", value)
     return value if value.strip() else None
 
@@ -317,14 +317,14 @@ def encode_solutions(
 
 
 def encode_response(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a whole response with its end, also where the text has one already; []
-    where it has nothing else."""
+    """Return the tokens of a whole response including its end, even if the text already has one; []
+    if it has nothing else."""
     said = _without_ends(text, tokenizer.ends)
     return [*tokenizer.encode(said), tokenizer.end_id] if said.strip() else []
 
 
 def _without_ends(text: str, ends: tuple[str, ...]) -> str:
-    """Return the text without ends of a response, and without blanks after them."""
+    """Return the text without ends of a response and the blanks after them."""
     while text.endswith(ends) or text.rstrip().endswith(ends):
         text = text if text.endswith(ends) else text.rstrip()
         text = text.removesuffix(next(filter(text.endswith, ends)))
@@ -338,7 +338,7 @@ def demonstrations(
 
     field: see `solution`; problems without a solution are left out.
 
-    The mistakes leave the policy something to learn. They depend on seed and prompt_id alone.
+    The mistakes leave the policy something to learn. They depend only on seed and prompt_id.
     """
     pairs = []
     for example in examples:

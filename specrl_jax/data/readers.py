@@ -1,8 +1,8 @@
 """Rows of a data source: one entry of `READERS` for each `data.source`.
 
-Takes `config.data`; gives the rows in the order of the source. Only data sets of the Hugging Face
-hub are downloaded. Raises ValueError in one line where files or a split are missing, and where a
-file or a row is damaged: it names both.
+Takes `config.data`; returns the rows in source order. Only data sets on the Hugging Face hub are
+downloaded. Raises a one-line ValueError if files or a split are missing, or if a file or a row is
+damaged, naming both.
 """
 
 import codecs
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from specrl_jax.data.item_process import read_items
 from specrl_jax.inputs import json_object, one_line, reason, require_package, user_path
 
-MAX_GUESS_RANGE = 100  # numbers; the problems of the game grow with the cube
+MAX_GUESS_RANGE = 100  # numbers; the game's problems grow with the cube
 MAX_NUMBERS = 1000  # to sort
 
 
 class Row(NamedTuple):
-    """One problem as its source has it."""
+    """One problem as in its source."""
 
     where: str  # file and row, for errors
     values: dict[str, Any]  # by column
@@ -35,14 +35,14 @@ class SplitReader:
     """Reads files and data sets, which have splits and an end."""
 
     read: Callable[[Any, str], Rows]  # (config.data, split) → rows
-    reads_files: bool = True  # data.path and data.split say which
+    reads_files: bool = True  # selected by data.path and data.split
     takes_options: bool = False  # data.options
     endless = False
     plays = False
 
     def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
-        """Rows to train on, and rows to hold out: of data.eval_path, or of data.eval_split where
-        the source has splits, or else the last data.eval_prompts rows."""
+        """Return training rows and held-out rows: of data.eval_path, or of data.eval_split if the
+        source has splits, otherwise the last data.eval_prompts rows."""
         rows = _not_empty(self.read(data, data.split), "data.path", data.path or data.name)
         if data.eval_path:
             held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
@@ -62,7 +62,7 @@ class SplitReader:
 @dataclasses.dataclass(frozen=True)
 class EndlessReader:
     """Reads generators, which make problem i from a seed: training problems have the first
-    indices, held-out ones follow, and then there are more for demonstrations."""
+    indices, then come held-out ones, then more for demonstrations."""
 
     read: Callable[[Any, int, int, int], Rows]  # (config.data, start, stop, seed) → rows
     plays: bool = False  # its problems are episodes of the environment SOURCE:NAME
@@ -71,7 +71,7 @@ class EndlessReader:
     endless = True
 
     def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
-        """Rows to train on, and rows to hold out."""
+        """Return training rows and held-out rows."""
         if data.prompts <= 0:
             raise ValueError(f"data.prompts must be > 0 for {data.source}, got {data.prompts}")
         wanted = data.prompts + data.eval_prompts
@@ -84,7 +84,7 @@ class EndlessReader:
         return rows[: data.prompts], rows[data.prompts :]
 
     def more(self, data: Any, seed: int, count: int) -> Rows:
-        """Return the next `count` rows after those of `train_and_eval`, else those to train on."""
+        """Return the next `count` rows after those of `train_and_eval`, else the training rows."""
         start = data.prompts + data.eval_prompts
         rows = self.read(data, start, start + count, seed)
         return rows or self.read(data, 0, min(count, data.prompts), seed)
@@ -92,7 +92,7 @@ class EndlessReader:
 
 def _not_empty(rows: Rows, field: str, value: str) -> Rows:
     if not rows:
-        raise ValueError(f"{field} must hold at least one row, got {value!r}")
+        raise ValueError(f"{field} must have at least one row, got {value!r}")
     return rows
 
 
@@ -102,7 +102,7 @@ def _root(data: Any) -> Path:
 
 
 def _numbered(name: str, rows: Iterable[dict], start: int = 1) -> Rows:
-    """Name rows without lines of their own by their number."""
+    """Name rows without their own line by their number."""
     return [Row(f"{name} row {number}", row) for number, row in enumerate(rows, start)]
 
 
@@ -121,12 +121,12 @@ def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list
     chosen = [file for file in have if not split or name.fullmatch(file.stem)]
     if not chosen:
         names = ", ".join(file.name for file in have[:8]) or "none"
-        raise ValueError(f"{field} {path!r} must hold {split or '*'}{suffix}, its files: {names}")
+        raise ValueError(f"{field} {path!r} must have {split or '*'}{suffix}, its files: {names}")
     return chosen
 
 
 def _check_jsonl(file: Path) -> None:
-    """Raise ValueError where a file is of another kind that a user may take for JSONL."""
+    """Raise ValueError if a file is of another kind that a user may mistake for JSONL."""
     with open(file, "rb") as opened:
         begin = opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
     if file.suffix in (".csv", ".tsv"):
@@ -140,7 +140,7 @@ def _check_jsonl(file: Path) -> None:
         rule = "got Parquet; set data.source=parquet"
     else:
         return
-    raise ValueError(f"{file} must be JSONL, an object on each line, {rule}")
+    raise ValueError(f"{file} must be JSONL, one object per line, {rule}")
 
 
 def _read_jsonl(files: Iterable[Path]) -> Rows:
@@ -162,7 +162,7 @@ def _read_parquet(files: Iterable[Path]) -> Rows:
 
     rows = []
     for file in files:
-        # One file at a time: as a dataset, files of slightly different schema would not be read.
+        # One file at a time: as one dataset, files with slightly different schemas are unreadable.
         with one_line(f"{file} must be a whole Parquet file"):
             table = pyarrow.parquet.ParquetFile(file).read()
         rows += _arrow_rows(str(file), table)
@@ -170,18 +170,18 @@ def _read_parquet(files: Iterable[Path]) -> Rows:
 
 
 def _arrow_rows(name: str, table: Any) -> Rows:
-    """Return the rows of an Arrow table; ValueError names the first that is no UTF-8."""
+    """Return the rows of an Arrow table; ValueError names the first that is not UTF-8."""
     try:
         return _numbered(name, table.to_pylist())
     except UnicodeDecodeError:
         for number in range(table.num_rows):
-            with one_line(f"{name} row {number + 1} must hold UTF-8"):
+            with one_line(f"{name} row {number + 1} must be UTF-8"):
                 table.slice(number, 1).to_pylist()
         raise
 
 
 def read_any(path: str, split: str, field: str) -> Rows:
-    """Rows of JSONL or Parquet files, by the names of the files."""
+    """Return rows of JSONL or Parquet files, depending on their names."""
     root = user_path(path, field)
     if root.suffix == ".parquet" or (root.is_dir() and any(root.glob("**/*.parquet"))):
         return _read_parquet(_files(path, split, ".parquet", field))
@@ -189,7 +189,7 @@ def read_any(path: str, split: str, field: str) -> Rows:
 
 
 def _read_hf(data: Any, split: str) -> Rows:
-    """Read a save_to_disk directory, JSONL or Parquet files; of data.name a hub's data set too."""
+    """Read a save_to_disk directory, JSONL or Parquet files, or data.name's data set on the hub."""
     import datasets
 
     root = _root(data)
@@ -204,7 +204,7 @@ def _read_hf(data: Any, split: str) -> Rows:
         if split not in saved:
             raise ValueError(f"data.split must be one of {sorted(saved)}, got {split!r}")
         saved = saved[split]
-    with one_line(f"{root} must hold whole Arrow files"):
+    with one_line(f"{root} must contain whole Arrow files"):
         table = saved.with_format("arrow")[:]
     return _arrow_rows(str(root), table)
 
@@ -217,10 +217,10 @@ def _read_hub(name: str, split: str, options: dict) -> Rows:
     import datasets
 
     with one_line(
-        "data.name must be a directory or a dataset of the hub (a cached copy is read with "
+        "data.name must be a directory or a dataset on the hub (a cached copy is read with "
         "HF_HUB_OFFLINE=1; without network set data.path to a directory of its files), "
         f"got {name!r}"
-    ):  # many kinds of errors, from many libraries
+    ):  # many kinds of errors from many libraries
         return _numbered(name, datasets.load_dataset(name, split=split, **options).to_list())
 
 
@@ -261,7 +261,7 @@ def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
 
 
 def _read_episodes(data: Any, start: int, stop: int, seed: int) -> Rows:
-    """Read problems that an environment of a package plays: prompt, answer, what else it needs."""
+    """Read problems for a package's environment: prompt, answer, and whatever else it needs."""
     require_package(data.source, "agents", f"data.source={data.source}")
     rows = []
     for item in _items(data, start, stop, seed):
@@ -284,7 +284,7 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
         raise ValueError(f"data.options must have {rule}, got {data.options.to_dict()}")
     total = 2 * sum((most - least + 1) ** count for count in range(few, many + 1))
     rng = random.Random(f"sort {seed}")
-    answers = {}  # by question: no two rows ask the same
+    answers = {}  # by question: no two rows have the same
     while len(answers) < min(stop, total):
         numbers = [rng.randint(least, most) for _ in range(rng.randint(few, many))]
         sign = rng.choice("<>")
@@ -297,7 +297,7 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
 def _read_product(data: Any, start: int, stop: int, seed: int) -> Rows:
     """Make products, none twice: "12*34=" asks for "408".
 
-    The column `solution` has the policy ask the tool `python` and repeat the answer.
+    In the column `solution` the policy calls the tool `python` and repeats the answer.
     """
     least, most = _whole_numbers(data, {"min_value": 100, "max_value": 999}).values()
     if not 0 <= least <= most:
@@ -321,7 +321,7 @@ def _read_product(data: Any, start: int, stop: int, seed: int) -> Rows:
 
 
 def _read_guess(data: Any, split: str) -> Rows:
-    """Make problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
+    """Make problems of the game `guess`: "2-7?" with a number in that range, every pair once."""
     low, high = _whole_numbers(data, {"low": 0, "high": 9}).values()
     if not 0 <= low < high <= low + MAX_GUESS_RANGE:
         rule = f"0 <= low < high <= low + {MAX_GUESS_RANGE} for guess"
@@ -332,18 +332,18 @@ def _read_guess(data: Any, split: str) -> Rows:
         for last in range(first + 1, high + 1)
         for secret in range(first, last + 1)
     ]
-    random.Random(0).shuffle(rows)  # so that what is held out is like the rest
+    random.Random(0).shuffle(rows)  # so that held-out problems are like the rest
     return _numbered("guess", rows)
 
 
 def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
-    """Return the options of a generator of ours, whole numbers all."""
+    """Return the options of our own generator, which are all integers."""
     options = defaults | data.options.to_dict()
     for name, value in options.items():
         if name not in defaults:
             raise ValueError(f"data.options.{name} must be one of {', '.join(defaults)}")
         if type(value) is not int:
-            raise ValueError(f"data.options.{name} must be a whole number, got {value!r}")
+            raise ValueError(f"data.options.{name} must be an integer, got {value!r}")
     return options
 
 

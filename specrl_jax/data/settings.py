@@ -1,4 +1,4 @@
-"""Fields of the prompts: their tokenizer, where they come from, and which come next."""
+"""Fields of the prompts: their tokenizer, their source, and their order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
 COLUMNS = When("data.render", lambda c: not c.data.render, "")
 SOLUTIONS = When("sft.steps", lambda c: c.sft.steps > 0, "100")
-# Recipes that read the bounds say when: `EFFECTS`.
+# Recipes that read the bounds declare when, in their `EFFECTS`.
 RATES = When("", lambda c: False)
 
 
@@ -54,12 +54,12 @@ TOKENIZER = Section("tokenizer", "", (
     field("chat", False, "wrap prompts in the model's chat template", SWITCH),
     field("system_prompt", "", "a chat's first message, unless the prompt has a system message",
           TEXT, CHAT, neutral=""),
-    field("continue_final_message", False, "continue a last message of the assistant: a prefix",
+    field("continue_final_message", False, "continue a final assistant message: a prefix",
           SWITCH, CHAT, neutral=False),
 ))
 
 TEMPLATE_OPTIONS = Section("tokenizer.template_options",
-                           "variables of the chat template, as .enable_thinking=False", (),
+                           "variables of the chat template, like .enable_thinking=False", (),
                            on=CHAT, free=True)
 
 DATA = Section("data", "", (
@@ -82,10 +82,10 @@ DATA = Section("data", "", (
           'column of the worked solution, for warm-up and fallback; "": answer', TEXT, SOLUTIONS,
           neutral="", task=""),
     field("instruction", "", 'text added to the prompt, or around "{prompt}" in it', TEXT, task=""),
-    field("split", "train", "split to train on, where the source has splits", TEXT, FILES, SPLITS),
-    field("eval_split", "", "split to hold out, where the source has splits", TEXT, FILES,
+    field("split", "train", "split to train on, if the source has splits", TEXT, FILES, SPLITS),
+    field("eval_split", "", "split to hold out, if the source has splits", TEXT, FILES,
           EVAL_SPLITS, neutral=""),
-    field("prompts", 1024, "training prompts; 0: all of a file or data set; paper 6,144", integer(),
+    field("prompts", 1024, "training prompts; 0: all in a file or data set; paper 6,144", integer(),
           files=0),
     field("eval_prompts", 256, "held-out prompts", integer()),
     field("prompt_len", 24, "P, tokens; longer prompts are left out and counted; paper 1,024",
@@ -100,7 +100,7 @@ DATA_OPTIONS = Section("data.options", "of sort, the game, the task or the data 
 ), on=TAKES_OPTIONS, free=True)
 
 CURRICULUM = Section("curriculum", "which prompts come next", (
-    field("name", "uniform", "uniform (each prompt once an epoch)", choice(_curricula)),
+    field("name", "uniform", "uniform (each prompt once per epoch)", choice(_curricula)),
     field("low", 0.0, "a prompt is chosen, or kept, if its mean reward is above this", FINITE,
           RATES),
     field("high", 1.0, "and below this", FINITE, RATES),

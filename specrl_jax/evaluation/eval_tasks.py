@@ -1,12 +1,12 @@
-"""Tasks of `launch/evaluate.py` by name, and a policy's figures on them.
+"""Tasks of `launch/evaluate.py` by name, and a policy's results on them.
 
     held_out                            the run's own held-out prompts
     FILE.jsonl, FILE.parquet            prompts of a file
     reasoning_gym:NAME[:OPTION=VALUE]   problems that the run has not seen
-    sort[:OPTION=VALUE]                 the same of numbers to sort
+    sort[:OPTION=VALUE]                 the same for numbers to sort
 
-A task that is the run's own keeps the run's prompt format and reward. Any other starts with none:
-what was made for the run's task need not fit it.
+The run's own task keeps the run's prompt format and reward. Any other starts without them: what was
+made for the run's task may not fit it.
 """
 
 import ast
@@ -37,8 +37,8 @@ HELD_OUT = "held_out"
 # Sources of data that make problems.
 REASONING_GYM = "reasoning_gym"
 SORT = "sort"
-_GENERATED = 100  # problems of a generator, where the user sets no limit
-_ONE_TURN = {  # what a new task does not inherit beside the fields of a task
+_GENERATED = 100  # problems from a generator, if the user sets no limit
+_ONE_TURN = {  # what a new task does not inherit, besides the fields of a task
     "environment.name": "", "sft.steps": 0,
     "data.prompt_field": "question", "data.answer_field": "answer",
 }  # fmt: skip
@@ -56,12 +56,12 @@ def load_task(
 ) -> Task:
     """Return the first `limit` problems of a task (0: all) for a policy with this configuration.
 
-    change: the user's changes of the configuration. Raises ValueError in one line.
+    change: the user's changes to the configuration. Raises a one-line ValueError.
     """
     kind, _, rest = name.partition(":")
     if name == HELD_OUT:
         if not (config.data.eval_prompts or config.data.eval_path or config.data.eval_split):
-            raise ValueError("--tasks: the run holds no prompts out; name a file or another task")
+            raise ValueError("--tasks: the run has no held-out prompts; name a file or other task")
         return Task(name, config, load_examples(config).eval[: limit or None])
     seen = []
     if kind in (REASONING_GYM, SORT):
@@ -78,14 +78,14 @@ def load_task(
     examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
         unseen = " that the run has not seen" if kind in (REASONING_GYM, SORT) else ""
-        raise ValueError(f"--tasks: {name} must hold at least one question{unseen}")
+        raise ValueError(f"--tasks: {name} must have at least one question{unseen}")
     return Task(name, config, examples)
 
 
 def measure_task(
     policy: SavedPolicy, task: Task, samples: int, temperature: float
 ) -> list[dict[str, Any]]:
-    """Return a row for each figure of a task: greedy, then of `samples` responses, if any."""
+    """Return a row for each figure of a task: greedy, then with `samples` responses, if any."""
     config = task.config
     positions = policy.model.max_positions - policy.config.rollout.response_len
     encoded = encode_prompts(task.examples, policy.tokenizer, positions)
@@ -139,7 +139,7 @@ def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]
 
 
 def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
-    """Return the configuration of "NAME:OPTION=VALUE:..."; sort has no NAME."""
+    """Return the configuration for "NAME:OPTION=VALUE:..."; sort has no NAME."""
     name, *options = text.split(":") if source == REASONING_GYM else [source, *text.split(":")]
     options = [option for option in options if option]
     if source == REASONING_GYM:
@@ -171,7 +171,7 @@ def _check_task(name: str) -> None:
 
 
 def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list, list]:
-    """Return `count` problems that come after the run's own; and these, if of this task."""
+    """Return `count` problems after the run's own; and the run's own, if from this task."""
     data = config.data
     reader = READERS[config.data.source]
     start = run.data.prompts + run.data.eval_prompts
@@ -182,7 +182,7 @@ def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list,
 
 
 def _file(config: ConfigDict, path: Path) -> ConfigDict:
-    """Return the configuration of a file; a run on files or data sets keeps columns and reward."""
+    """Return the configuration for a file; a run on files or data sets keeps columns and reward."""
     if READERS[config.data.source].endless:
         config = _without_format(config)
         config.reward.name = "exact" if config.reward.name == REASONING_GYM else config.reward.name

@@ -1,6 +1,6 @@
 """A run's policy as a Hugging Face directory: weights, tokenizer, generation settings, model card.
 
-`transformers` and what reads its directories load it. The directory is complete or not there.
+`transformers` and anything that reads its directories can load it. It is complete or absent.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from specrl_jax.telemetry.metrics import read_metrics
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError in one line where `out` is a file or holds anything."""
+    """Raise a one-line ValueError if `out` is a file or a non-empty directory."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(f"--out must be a new or an empty directory, {out} is there already")
+        raise ValueError(f"--out must be a new or an empty directory, {out} already exists")
 
 
 def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, ConfigDict]) -> str:
-    """Write `policy`, of the run in `run`, to `out`; ValueError in one line where `out` is in use.
+    """Write `policy` of the run in `run` to `out`; a one-line ValueError if `out` is in use.
 
-    presets: configurations by name, of which the nearest starts the command in the model card.
+    presets: configurations by name; the closest is used for the command in the model card.
 
-    Returns a line that says how far the weights are from the policy where they are read in
-    bfloat16; "" without adapters, as the weights are then the policy's own.
+    Returns a line on how far the weights are from the policy when read in bfloat16; "" without
+    adapters, as the weights are then the policy's own.
     """
     check_out(out)
     model = policy.model.replace(lora=None)
@@ -52,7 +52,7 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
     generation = {
         "do_sample": True,
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,  # 0: off, where transformers would take 50
+        "top_k": sampling.top_k,  # 0: off, where transformers would default to 50
         "top_p": sampling.top_p,
         "max_new_tokens": sampling.response_len,
     }
@@ -75,14 +75,14 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
 def _distance_in_bfloat16(policy: SavedPolicy, merged: Params) -> str:
     """Return in one line how far logits of merged weights in bfloat16 are from the policy's.
 
-    The policy computes with its adapters beside the weights. In merged weights a change that is
-    smaller than the last bit is lost.
+    The policy applies its adapters next to the weights. In merged weights a change smaller than the
+    last bit is lost.
     """
     tokens = _held_out_tokens(policy)
     if tokens is None:
         return "weights read in bfloat16 were not compared: the held-out prompts cannot be read"
     model = policy.model.replace(dtype="bfloat16", kernels=())
-    # Each shard of the batch has as many rows: some prompts twice.
+    # Equally many rows on each batch shard: some prompts twice.
     rows = -(-len(tokens) // shards("batch")) * shards("batch")
     placed = put(np.resize(tokens, (rows, tokens.shape[1])), "batch", None)
 
@@ -103,12 +103,12 @@ def _distance_in_bfloat16(policy: SavedPolicy, merged: Params) -> str:
     )
 
 
-_PROMPTS = 4  # that are compared, and tokens of each: a large policy may be on a CPU
+_PROMPTS = 4  # to compare, and tokens of each: a large policy may be on a CPU
 _TOKENS = 64
 
 
 def _held_out_tokens(policy: SavedPolicy) -> np.ndarray | None:
-    """Return the first held-out prompts, cut to equal lengths, int32 [n, T]; None without any."""
+    """Return the first held-out prompts, cut to equal lengths, int32 [n, T]; None if none."""
     try:
         examples = load_examples(policy.config).eval[:_PROMPTS]
     except ValueError:
@@ -121,18 +121,18 @@ def _held_out_tokens(policy: SavedPolicy) -> np.ndarray | None:
     return encoded.tokens[:, : min(int(encoded.lens.min()), _TOKENS)]
 
 
-# Of the weights' norm. Four bits a weight (Q4_0) change 7 to 9 % of it, and models that were
-# trained apart differ by more than all of it.
+# Relative to the weights' norm. Four bits a weight (Q4_0) change 7 to 9 % of it, and independently
+# trained models differ by more than all of it.
 _OTHER_MODEL = 0.5
 
 
 def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
-    """Write the adapters of `policy` alone to `out`, in PEFT's format, with the tokenizer.
+    """Write only the adapters of `policy` to `out`, in PEFT's format, with the tokenizer.
 
-    base: the model that they belong to, as peft is to load it; "": `model.source`. Returns how far
-    the weights of `base` are from those that the adapters were trained on, in one line. Raises
-    ValueError in one line where the run trained none, where peft cannot load what they belong to,
-    where `base` is another model, or where `out` is in use.
+    base: the model that they belong to, for peft to load; "": `model.source`. Returns in one line
+    how far the weights of `base` are from those that the adapters were trained on. Raises a
+    one-line ValueError if the run trained none, if peft cannot load their base, if `base` is
+    another model, or if `out` is in use.
     """
     check_out(out)
     source = policy.config.model.source
@@ -155,7 +155,7 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
     if hf.reads_images(named, field):
         raise ValueError(
             f"--adapters cannot be used with {named!r}: its weights have other names in "
-            "peft, since it reads images too; leave the flag out"
+            "peft, since it also reads images; leave the flag out"
         )
     said = _compare_base(policy, base) if base else f"base: {source}, as the run read it"
     path = user_path(named, field)
@@ -167,7 +167,7 @@ def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> str:
 
 
 def _compare_base(policy: SavedPolicy, base: str) -> str:
-    """Return in one line how far the weights of `base` are from those that adapters belong to."""
+    """Return in one line how far the weights of `base` are from the adapters' base weights."""
     source = policy.config.model.source
     gap = compare(source, base, policy.model, lora.adapters_of(policy.params))
     if not gap.tensor:
@@ -190,9 +190,9 @@ def _percent(share: float) -> str:
 
 
 def push(out: Path, hub_id: str) -> str:
-    """Upload an exported directory to a model of the hub, which is made private if it is new.
+    """Upload an exported directory to a model on the hub, which is created private if new.
 
-    Returns its address. Raises ValueError in one line.
+    Returns its address. Raises a one-line ValueError.
     """
     from huggingface_hub import HfApi
 
@@ -206,10 +206,10 @@ def push(out: Path, hub_id: str) -> str:
 
 @contextlib.contextmanager
 def _complete(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`, which takes its name in the end."""
+    """Yield a folder next to `out` that is renamed to it at the end."""
     folder = out.absolute().with_name(f"{out.absolute().name}.partial")
     if folder.exists():
-        raise ValueError(f"{folder} is of an export that was stopped; remove it")
+        raise ValueError(f"{folder} is left from an interrupted export; remove it")
     folder.mkdir(parents=True)
     try:
         yield folder
@@ -220,7 +220,7 @@ def _complete(out: Path) -> Iterator[Path]:
 
 
 def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> str:
-    """Return a command that trains with `config`, from the preset with the fewest other values."""
+    """Return a command that trains with `config`, from the preset with the fewest differences."""
     fields = dict(flatten(config))
 
     def changes(name: str) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str)
     rewards = {r["step"]: f"{r['reward/eval']:.3f}" for r in metrics if "reward/eval" in r}
     measured = bool(rewards)
     rewards = {policy.step: "not measured"} | rewards
-    # The mark is inside a cell: Markdown drops what stands after the last one.
+    # The mark is inside a cell: Markdown drops text after the last one.
     rows = [
         f"| **{step}, this policy** | **{value}** |"
         if step == policy.step
@@ -271,7 +271,7 @@ A {policy.model.family} policy of {param_count(policy.model) / 1e6:.2f}M paramet
 * **Prompts** go through {through}; at most {config.data.prompt_len} tokens in training.
 * **Tokens** are those of tokenizer.json, which `PreTrainedTokenizerFast` reads as it is.
 * **Responses** were sampled at temperature {config.rollout.temperature:g}{cut}, up to
-  {config.rollout.response_len} tokens, as generation_config.json says.
+  {config.rollout.response_len} tokens, as in generation_config.json.
 
 ## Held-out reward
 

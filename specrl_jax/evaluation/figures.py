@@ -1,4 +1,4 @@
-"""Figures of rewards, with intervals: avg@n and pass@k."""
+"""Evaluation figures with intervals: avg@n and pass@k."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
-    """float64 [Q]: the probability that one of k responses is right, for bool [Q, n], k <= n.
+    """Return float64 [Q]: probability that one of k responses is right, for bool [Q, n], k <= n.
 
     The unbiased estimator of Chen et al. (arXiv 2107.03374): 1 - C(n - c, k) / C(n, k), where c of
     n responses are right.
@@ -17,7 +17,7 @@ def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
 
 
 def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the mean of a figure of each prompt [Q], and half its 95 % interval; nan for one.
+    """Return the mean of a per-prompt figure [Q], and half its 95 % interval; nan for one prompt.
 
     Normal, with the standard error over prompts: responses to one prompt are not independent
     (arXiv 2411.00640).
@@ -31,7 +31,7 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
 def figures(rewards: np.ndarray) -> dict[str, tuple[float, float]]:
     """Return means and half intervals of rewards [Q, n]: avg@n, pass@k for k = 1, 2, 4 ... n.
 
-    A response is right from reward 1 on.
+    A response counts as right from reward 1 on.
     """
     samples = rewards.shape[1]
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples})

@@ -1,4 +1,4 @@
-"""Episodes of a saved policy, one at a time, whose turns are printed while they are played."""
+"""Episodes of a saved policy, one at a time, with each turn printed as it is played."""
 
 import dataclasses
 
@@ -18,14 +18,14 @@ def play(
     answer: str,
     number: int,
 ) -> None:
-    """Play an episode, at the temperature of the run's evaluation, and print it as it goes on.
+    """Play an episode at the temperature of the run's evaluation, and print it as it proceeds.
 
-    weights: of `policy.weights`.
-    responder: of `build.make_responder`, with an environment.
+    weights: from `policy.weights`.
+    responder: from `build.make_responder`, with an environment.
     answer: of the problem.
-    number: of the prompt, so that each has its own noise.
+    number: of the prompt, so each has its own noise.
 
-    Raises ValueError in one line where the prompt does not fit.
+    Raises a one-line ValueError if the prompt does not fit.
     """
     prompts = policy.prompts(prompt, answer)
     spec = policy.spec(prompts.tokens.shape[1], 1, policy.config.evaluate.temperature)
@@ -37,7 +37,7 @@ def play(
 
 
 def _show(row: int, said: Reading | StepResult) -> None:
-    """Print what is said in the first episode; the others fill up its batch."""
+    """Print what is said in the first episode; the others pad its batch."""
     if row:
         return
     if isinstance(said, Reading):

@@ -1,7 +1,7 @@
 """A policy that is read, not trained: the checkpoint of a run, or a model directory.
 
-`run_config` or `model_config` gives its configuration, `open_policy` its weights. Nothing is
-written: a run may be training beside it. The mesh is this machine's, not the run's.
+`run_config` or `model_config` returns its configuration, `open_policy` its weights. Nothing is
+written: a run may be training in the directory. The mesh is this machine's, not the run's.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ from specrl_jax.types import Prompts
 
 BEST = "best"
 LAST = "last"
-_SLOTS = 64  # prompts are padded to multiples of so many tokens, so that programs are few
+_SLOTS = 64  # prompts are padded to multiples of this many tokens, which keeps programs few
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedPolicy:
-    """Weights and what they need to answer a prompt."""
+    """Weights and everything needed to respond to a prompt."""
 
     name: str  # the work directory or the model
-    step: int  # of the checkpoint; 0 of a model
+    step: int  # of the checkpoint; 0 for a model
     config: ConfigDict
     model: ModelConfig
-    params: Params  # stored layout; with the adapters that the run trained, see `lora.adapted`
+    params: Params  # stored layout; with the run's adapters, see `lora.adapted`
     tokenizer: Tokenizer
 
     def weights(self) -> Params:
@@ -52,7 +52,7 @@ class SavedPolicy:
         return rollout_weights(self.model, self.params)
 
     def spec(self, prompt_slots: int, samples: int, temperature: float) -> RolloutSpec:
-        """Return the spec of a rollout of `samples` responses a prompt."""
+        """Return the spec of a rollout of `samples` responses per prompt."""
         tokenizer = self.tokenizer
         config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
@@ -78,10 +78,10 @@ class SavedPolicy:
         return -(-min(size, prompts) // pieces) * pieces
 
     def prompts(self, prompt: str, answer: str = "") -> Prompts:
-        """Return a rollout's batch, whose first prompt is this one.
+        """Return a rollout's batch with this prompt first.
 
-        answer: of the problem, for an environment. Raises ValueError in one line where the prompt
-        does not fit.
+        answer: of the problem, for an environment. Raises a one-line ValueError if the prompt does
+        not fit.
         """
         with one_line("the prompt must be text of the tokenizer"):
             length = len(self.tokenizer.encode_prompt(prompt))
@@ -96,8 +96,8 @@ class SavedPolicy:
     def answer(self, weights: Params, prompt: str, number: int) -> str:
         """Return the text of a response, sampled as in the run's evaluation.
 
-        weights: of `weights`. number: of the prompt, so that each has its own noise. Raises
-        ValueError as `prompts` does.
+        weights: from `weights`. number: of the prompt, so each has its own noise. Raises ValueError
+        as `prompts` does.
         """
         prompts = self.prompts(prompt)
         spec = self.spec(prompts.tokens.shape[1], 1, self.config.evaluate.temperature)
@@ -117,10 +117,10 @@ def open_policy(
     defaults: ConfigDict,
     change: Callable[[ConfigDict], ConfigDict] = lambda config: config,
 ) -> SavedPolicy:
-    """Return the policy of the checkpoint `step` of a work directory, or else of `model`.
+    """Return the policy of checkpoint `step` in a work directory, or of `model`.
 
     step: best, last, or a number. model: as `model.source`. defaults: every field, for a model.
-    change: the user's changes of the configuration. Sets the mesh. Raises ValueError in one line.
+    change: the user's changes to the configuration. Sets the mesh. Raises a one-line ValueError.
     """
     if run is None:
         config = change(model_config(model, defaults))
@@ -134,10 +134,10 @@ def open_policy(
     config.mesh.data = -1
     config.mesh.fsdp = 1
     config.mesh.tensor = 1
-    config.model.attention = "auto"  # a kernel may be that of another kind of device
+    config.model.attention = "auto"  # the run's kernel may be for another kind of device
     config = change(config)
     if config.lora != saved.lora:
-        raise ValueError("lora.* must be left out: the run's adapters are as they were trained")
+        raise ValueError("lora.* must be left out: the run's adapters cannot be changed")
     runtime.start(config, training=False)
     tokenizer = load_tokenizer(config)
     shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
@@ -146,14 +146,14 @@ def open_policy(
 
 
 def run_config(workdir: Path) -> ConfigDict:
-    """Return the configuration of a run; ValueError in one line where the directory holds none."""
+    """Return the configuration of a run; a one-line ValueError if the directory has none."""
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(
             f"--run must be the work directory of a run, got {workdir}: no {path.name}"
         )
     values = read_json(path)
-    values.pop("resume_from", None)  # what the run started with is no field
+    values.pop("resume_from", None)  # what the run started from is not a field
     config = ConfigDict(values)
     registry.load(values.get("recipes", ""))
     schema().check_version(dict(flatten(config)), str(path))
@@ -163,9 +163,9 @@ def run_config(workdir: Path) -> ConfigDict:
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     """Return the configuration to read a model with: `defaults` without its task.
 
-    Prompts go through the model's chat template, where it has one. Temperature, top-k, top-p,
-    longest response and stop strings are those of its generation_config.json, else 1, off, off,
-    512 tokens and none.
+    Prompts go through the model's chat template, if it has one. Temperature, top-k, top-p, maximum
+    response length and stop strings are from its generation_config.json, else 1, off, off, 512
+    tokens and none.
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
     shape = hf.load_config(source, "--model")
@@ -192,10 +192,10 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
 def _read_params(
     run: Path, step: str, config: ConfigDict, shape: ModelConfig, tokenizer: Tokenizer
 ) -> tuple[int, Params]:
-    """Read (step, weights) of a checkpoint, compared with their checksums."""
+    """Read (step, weights) of a checkpoint and verify their checksums."""
     folder = run / "checkpoints"
     if not folder.is_dir():
-        raise ValueError(f"{run} holds no checkpoint; train it first")
+        raise ValueError(f"{run} has no checkpoint; train it first")
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
         like: dict[str, Any] = {"train": {"policy": {"params": abstract_trained(shape)}}}
@@ -207,7 +207,7 @@ def _read_params(
     if shape.lora is None:
         return number, params
     base = arrays["reference"] if own_base else _read_base(config, tokenizer, host)
-    # As the run computed with it, whatever this machine computes in.
+    # In the run's compute type, whatever this machine computes in.
     base_params = lora.freeze(shape.replace(dtype=host["reference"]["dtype"]), base)
     return number, lora.adapted(shape, params, base_params)
 
@@ -226,7 +226,7 @@ def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -
 def _number(checkpoints: Checkpointer, step: str) -> int:
     steps = checkpoints.steps()
     if not steps:
-        raise ValueError(f"{checkpoints.directory} holds no checkpoint; train the run first")
+        raise ValueError(f"{checkpoints.directory} has no checkpoint; train the run first")
     if step == LAST:
         return steps[-1]
     if step != BEST:

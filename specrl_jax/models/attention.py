@@ -1,7 +1,7 @@
-"""Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
+"""Attention over rows of the KV cache and over packed sequences, with all backends in one place.
 
-Layers call `attend` and `attend_packed`. The plain reference runs everywhere; the kernels
-that a run takes (`kernels`) run on each shard.
+Layers call `attend` and `attend_packed`. The plain reference runs everywhere; the kernels that a
+run uses (`kernels`) run on each shard.
 """
 
 import functools
@@ -32,15 +32,15 @@ def attend(
 ) -> Array:
     """Compute grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
 
-    Query t of row b is in slot start[b] + t, and sees the slots up to its own.
+    Query t of row b is in slot start[b] + t and sees the slots up to its own.
 
     q_BTNH: Queries, already scaled.
-    layer: A layer of the cache, the T tokens included.
+    layer: A cache layer that includes the T tokens.
     start_B: int32 [B]; start + T <= S.
-    kv_heads: K, of all devices.
-    kernels: Those of `USES` for which a kernel is taken instead of the reference.
-    window: Slots that a query sees, its own included; None: all.
-    softcap: Scores become cap * tanh(score / cap); 0: they stay.
+    kv_heads: K, over all devices.
+    kernels: Those of `USES` for which a kernel replaces the reference.
+    window: Slots that a query sees, including its own; None: all.
+    softcap: Scores become cap * tanh(score / cap); 0: unchanged.
     """
     width = q_BTNH.shape[1]
     if "cached" in kernels:
@@ -79,17 +79,17 @@ def attend_packed(
 ) -> Array:
     """Compute grouped-query attention of T tokens among themselves, [B, T, N, H].
 
-    Query i sees key j where j <= i < ends[j], and, with a window, where its position is less than
-    the window after the key's.
+    Query i sees key j if j <= i < ends[j] and, with a window, if its position is less than the
+    window after the key's.
 
     q_BTNH: Queries, already scaled.
     ends_BT: int32, slot after a token's subtree (`packing`); None: T for all.
     positions_BT: int32, for the window; None: the slots.
-    slots_BQ: int32, slots of the queries, which are then [B, Q, N, H]; None: all T. One from T on
-        sees nothing. No kernel takes them.
+    slots_BQ: int32, slots of the queries, which are then [B, Q, N, H]; None: all T. A slot >= T
+        sees nothing. Not supported by kernels.
     kernels, window, softcap: As in `attend`.
 
-    The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
+    The reference splits many queries into pieces. Its backward pass recomputes a piece's scores,
     and a piece skips the keys that none of its queries sees.
     """
     rows, queries = q_BTNH.shape[:2]
@@ -128,7 +128,7 @@ def _pieces(queries: int) -> list[slice]:
 
 
 def _local(window: int | Array | None, queries_BT: Array, keys_BS: Array) -> Local | None:
-    """Return what a window lets queries at these positions see of keys at these positions."""
+    """Return the limits that a window sets for queries and keys at these positions."""
     return None if window is None else Local(queries_BT - window + 1, keys_BS)
 
 
@@ -145,10 +145,10 @@ def _last_keys(
     ends_BS: Array,
     local: Local | None,
 ) -> Array:
-    """Attend with the queries in the slots from `start` on, over the keys that they may see.
+    """Attend with the queries from slot `start` on, over the keys that they may see.
 
     These lie between the first slot whose subtree reaches `start` and the last query. The device
-    chooses the last 1, 2, 4, ... pieces that hold them.
+    chooses the last 1, 2, 4, ... pieces that contain them.
     """
     rows, queries = q_BTNH.shape[:2]
     stop = start + queries
@@ -190,12 +190,12 @@ def _reference(
 ) -> Array:
     """Compute softmax(q·k + mask)·v as two plain products for each row and key/value head.
 
-    slots_BT: int32 [B or 1, T], of the queries; a query in slot i sees slot j where j <= i <
-    ends[j], of a local layer only what `local` says.
+    slots_BT: int32 [B or 1, T], of the queries; a query in slot i sees slot j if j <= i < ends[j],
+    in a local layer only within `local`.
 
-    The queries of a key/value head form one axis Q = T·G (G query heads for each key/value head),
-    so that keys and values need no transpose. The mask is a sum: XLA on CPU fuses it with the
-    softmax and both products; `where` would be one more pass over the scores.
+    The queries of a key/value head form one axis Q = T·G (G query heads per key/value head), so
+    keys and values need no transpose. The mask is a sum: XLA on CPU fuses it with the softmax and
+    both products; `where` would be another pass over the scores.
     """
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads = k_BKHS.shape[1]
@@ -227,10 +227,10 @@ def _flat_reference(
     kv_heads: int,
     softcap: float,
 ) -> Array:
-    """Compute `_reference` of keys and values whose heads lie side by side, where they lie.
+    """Compute `_reference` on keys and values whose heads are contiguous, in place.
 
-    To cut them into heads would copy the cache. So a query is 0 in the columns of the other heads,
-    and of all weighted values it keeps its own head's: K times the products.
+    Splitting them into heads would copy the cache. So a query is 0 in the columns of other heads,
+    and keeps only its own head's part of the weighted values: K times the products.
     """
     own_heads = kv_heads // shards("kv_heads")
 
@@ -258,7 +258,7 @@ def _flat_reference(
 def _bias(
     slots_BT: Array, ends_BS: Array | None, local: Local | None, keys: int, times: int
 ) -> Array:
-    """Return float32 [B or 1, T · times, S], each query's so many times: 0 where it sees a slot."""
+    """Return float32 [B or 1, T · times, S], each query `times` times: 0 where it sees a slot."""
     mask_BTS = jnp.arange(keys)[None, None, :] <= slots_BT[:, :, None]
     if ends_BS is not None:
         mask_BTS &= slots_BT[:, :, None] < ends_BS[:, None, :]

@@ -1,8 +1,8 @@
-"""Attention by kernels for GPUs, on a shard; the arguments are those of `attention`.
+"""Attention on GPUs by kernels, on a shard; the arguments are those of `attention`.
 
-Steps over the cache, of one token or of several, go to a Pallas kernel that reads only the slots
-that a row has filled and its window holds, once for all queries of a key/value head:
-flash-decoding. Packed sequences go to the kernels of `attention_gpu_packed`.
+Steps over the cache, of one or several tokens, use a Pallas kernel that reads only the slots that a
+row has filled and that are in its window, once for all queries of a key/value head: flash-decoding.
+Packed sequences use the kernels of `attention_gpu_packed`.
 """
 
 import functools
@@ -18,19 +18,19 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.gpu import triton
 from specrl_jax.models.scores import Local, softcapped
 
-_LEAST_ROWS = 16  # of a product by tensor cores
-_MOST_ROWS = 64  # queries of a program; more would not fit its registers
-_MOST_SLOTS = 64  # keys that a program reads at once
-# Of these keys, at most; of the queries of a program twice as many. The smallest shared memory has
-# room for both, and for keys and values that are read ahead.
+_LEAST_ROWS = 16  # of a tensor-core product
+_MOST_ROWS = 64  # queries per program; more would not fit in its registers
+_MOST_SLOTS = 64  # keys that a program reads at a time
+# Bytes of these keys, at most; a program's queries take at most twice as many. The smallest shared
+# memory has room for both, and for keys and values that are read ahead.
 _BLOCK_BYTES = 2**14
-_PROGRAMS = 512  # keep a large GPU busy; where there are fewer, several share a row's slots
+_PROGRAMS = 512  # enough to keep a large GPU busy; with fewer, several share a row's slots
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _INTERPRET = False  # for tests
 
 
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
-    """Return why kernels cannot take the model, or ""; the same for each use and all slots."""
+    """Return why kernels cannot run the model, or ""; the same for each use and all slots."""
     size = model.head_dim
     largest = attention_gpu_packed.LARGEST_HEAD
     if reason := gpu.refusal():
@@ -43,9 +43,9 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 def attend(
     q_BTNH: Array, kv_BCSH: Array, start_B: Array, *, window: int | None, softcap: float
 ) -> Array:
-    """Compute `attention.attend` of a cache whose layers are one array.
+    """Compute `attention.attend` over a cache whose layers are one array.
 
-    A key/value head's T·G queries are rows of one product: a block in a program.
+    A key/value head's T·G queries are the rows of one product: a block per program.
     """
     batch, width, heads, size = q_BTNH.shape
     kv_heads = kv_BCSH.shape[1] // 2
@@ -58,7 +58,7 @@ def attend(
     row_blocks = pl.cdiv(rows, block_rows)
     block = min(_MOST_SLOTS, _BLOCK_BYTES // row_bytes)
     window = slots if window is None else window
-    # Slots that the queries of a row see may start and end within a block.
+    # The slots that a row's queries see may start and end within a block.
     blocks = min(pl.cdiv(slots, block), pl.cdiv(window + width - 2, block) + 1)
     parts = min(pl.cdiv(_PROGRAMS, batch * kv_heads * row_blocks), blocks)
     sizes = _Sizes(block_rows, block, pl.cdiv(blocks, parts), window, softcap)
@@ -101,11 +101,11 @@ def attend(
 
 
 class _Sizes(NamedTuple):
-    """Sizes and settings that the programs of a call share."""
+    """Sizes and settings shared by the programs of a call."""
 
     rows: int  # of a block of queries
     slots: int  # of a block of keys
-    steps: int  # blocks of keys of a program
+    steps: int  # blocks of keys per program
     window: int
     softcap: float
 
@@ -113,11 +113,11 @@ class _Sizes(NamedTuple):
 def _attend_block(sizes: _Sizes, q_ref, k_ref, v_ref, start_ref, out_ref, sums_ref) -> None:
     """Compute outputs and log Σ exp(scores) of some rows over `steps` blocks of slots.
 
-    Row r is of query r // G, which sees the slots up to its own, in its window.
+    Row r belongs to query r // G, which sees the slots up to its own, within its window.
     """
     width, groups, size = q_ref.shape
     rows = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows)
-    rows = jnp.minimum(rows, width * groups - 1)  # the last row fills the last block up
+    rows = jnp.minimum(rows, width * groups - 1)  # the last row pads the last block
     query = rows // groups
     head = rows % groups
     stop = start_ref[...] + query + 1  # slot after those that a query sees
@@ -149,7 +149,7 @@ def _attend_block(sizes: _Sizes, q_ref, k_ref, v_ref, start_ref, out_ref, sums_r
     )
     last = jnp.minimum(first + sizes.steps, pl.cdiv(most, sizes.slots))
     out, highest, total = jax.lax.fori_loop(first, last, add_block, nothing)
-    # The highest score counts 1. A part that sees nothing has no score, and no weight.
+    # The highest score counts 1. A part that sees nothing has no score and no weight.
     total = jnp.maximum(total, 1.0)
     out_ref[query, head] = (out / total[:, None]).astype(out_ref.dtype)
     sums_ref[query, head] = highest + jnp.log(total)
@@ -174,7 +174,7 @@ def attend_packed(
         pads = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
         return jnp.pad(x, pads, constant_values=value) if extra else x
 
-    # A padded token sees itself, and is seen by padded ones alone.
+    # A padded token sees itself, and is seen only by padded ones.
     mask = attention_gpu_packed.Mask(padded(ends_BT, tokens + extra), None, None)
     if local is not None:
         mask = mask._replace(first=padded(local.first), positions=padded(local.positions))

@@ -1,8 +1,8 @@
-"""Attention of packed tokens among themselves on GPUs, by kernels that skip what no query sees.
+"""Attention among packed tokens on GPUs, by kernels that skip what no query sees.
 
-FlashAttention-2 (arXiv 2307.08691): a program keeps a block of queries, goes over blocks of keys,
-and no scores reach memory; the backward pass computes them again. XLA lists, for each block of
-queries, the blocks of keys that may hold one that a query sees, and a program goes over its list.
+FlashAttention-2 (arXiv 2307.08691): a program keeps a block of queries and loops over blocks of
+keys; scores never reach memory, and the backward pass recomputes them. XLA lists, for each block of
+queries, the blocks of keys that it may see, and a program loops over its list.
 """
 
 import functools
@@ -17,11 +17,11 @@ from specrl_jax.models.gpu import triton
 from specrl_jax.models.scores import softcapped
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_LEAST_BLOCK = 16  # of a product by tensor cores
+_LEAST_BLOCK = 16  # of a tensor-core product
 
 
 class Mask(NamedTuple):
-    """Who sees whom: query i sees key j where j <= i < ends[j] and first[i] <= positions[j]."""
+    """Attention mask: query i sees key j if j <= i < ends[j] and first[i] <= positions[j]."""
 
     ends: Array  # int32 [B, T]
     first: Array | None  # int32 [B, T], of queries; None: no window
@@ -29,7 +29,7 @@ class Mask(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Sizes of a program."""
+    """Block sizes of a program."""
 
     queries: int
     keys: int
@@ -44,10 +44,10 @@ class Tiling(NamedTuple):
     d_keys: Blocks
 
 
-_STAGES = 2  # blocks of a list that are on their way from memory at once
-# By the bytes of a number and the size of a head, at most. Larger blocks would not fit a program's
-# registers, or the shared memory of an L4. Those of the backward pass for bfloat16 and heads of
-# 128 are what tokamax tuned on an H100.
+_STAGES = 2  # blocks of a list that are being loaded at a time
+# By item size and maximum head size. Larger blocks would not fit in a program's registers, or in
+# the shared memory of an L4. The backward blocks for bfloat16 and heads of 128 are those that
+# tokamax tuned on an H100.
 _TILINGS = {
     2: {
         64: Tiling(Blocks(128, 64, 4), Blocks(64, 64, 4), Blocks(64, 64, 4)),
@@ -63,32 +63,32 @@ LARGEST_HEAD = 256
 
 
 class Inputs(NamedTuple):
-    """Arrays of a kernel, or what a program sees of them.
+    """Arrays of a kernel, or a program's view of them.
 
-    I: blocks of the program's own tokens, J: blocks of the others.
+    I: blocks of the program's own tokens, J: blocks of the other side.
     """
 
-    q: Array  # [B, T, N, H], of a program over keys [B, T, K, G, H]
+    q: Array  # [B, T, N, H]; in a program over keys [B, T, K, G, H]
     k: Array  # [B, T, K, H]
     v: Array  # [B, T, K, H]
     mask: Mask
-    index: Array  # int32 [B, I, J], the blocks to go over
-    count: Array  # int32 [B, I], how many they are
+    index: Array  # int32 [B, I, J], the blocks to visit
+    count: Array  # int32 [B, I], their number
 
 
 class Outputs(NamedTuple):
-    """Arrays of the outputs that the backward pass takes, or what a program sees of them."""
+    """Arrays of the output that the backward pass needs, or a program's view of them."""
 
     d_out: Array  # as the queries
-    sums: Array  # float32 [B, N, T], log Σ exp(scores); of a program over keys [B, K, G, T]
-    deltas: Array  # float32, as `sums`: the product of the output and its gradient
+    sums: Array  # float32 [B, N, T], log Σ exp(scores); in a program over keys [B, K, G, T]
+    deltas: Array  # float32, like `sums`: the product of the output and its gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def attend(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, mask: Mask, softcap: float, interpret: bool
 ) -> Array:
-    """Compute `attention.attend_packed` of the queries of a shard, [B, T, N, H].
+    """Compute `attention.attend_packed` for a shard's queries, [B, T, N, H].
 
     T must be a multiple of all blocks of `tiling`, and every query must see itself.
     interpret: Run the kernels as plain JAX, for tests.
@@ -97,7 +97,7 @@ def attend(
 
 
 def tiling(tokens: int, size: int, dtype) -> Tiling:
-    """Return the blocks for `tokens` tokens with heads of a size and type."""
+    """Return the blocks for `tokens` tokens with heads of this size and type."""
     by_size = _TILINGS[jnp.dtype(dtype).itemsize]
     chosen = by_size[next(most for most in by_size if size <= most)]
     most = max(pl.next_power_of_2(tokens), _LEAST_BLOCK)
@@ -107,10 +107,10 @@ def tiling(tokens: int, size: int, dtype) -> Tiling:
 
 
 def visible(mask: Mask, blocks: Blocks) -> Array:
-    """Return bool [B, T / queries, T / keys]: whether a query of a block may see a key of one.
+    """Return bool [B, T / queries, T / keys]: whether a block of queries may see a block of keys.
 
-    Exact without a window. With one it compares the first position that a block of queries sees
-    with the last of a block of keys: a few blocks too many.
+    Exact without a window. With one, it compares the first position that a block of queries sees
+    with the last of a block of keys, which includes a few blocks too many.
     """
     tokens = mask.ends.shape[1]
     queries_I = jnp.arange(0, tokens, blocks.queries)  # the first of each block
@@ -130,8 +130,8 @@ def _cut(x_BT: Array, block: int) -> Array:
 
 
 def list_blocks(visible_BIJ: Array) -> tuple[Array, Array]:
-    """Return int32 [B, I, J], the visible J of every I in order, and their number [B, I]."""
-    none = visible_BIJ.shape[2]  # lies last
+    """Return int32 [B, I, J], the visible J of each I in order, and their number [B, I]."""
+    none = visible_BIJ.shape[2]  # sorts last
     index_BIJ = jnp.where(visible_BIJ, jnp.arange(none)[None, None, :], none)
     return jnp.sort(index_BIJ, axis=2), jnp.sum(visible_BIJ, axis=2, dtype=jnp.int32)
 
@@ -140,7 +140,7 @@ def list_blocks(visible_BIJ: Array) -> tuple[Array, Array]:
 
 
 def _seen(i: Array, j: Array, ends: Array, first: Array | None, positions: Array | None) -> Array:
-    """Return who sees whom, of arrays that broadcast."""
+    """Return the mask, from arrays that broadcast."""
     seen = (j <= i) & (i < ends)
     return seen if first is None else seen & (first <= positions)
 
@@ -167,7 +167,7 @@ def _forward_block(softcap: float, blocks: Blocks, x: Inputs, out_ref, sums_ref)
         jnp.full(blocks.queries, _LOWEST),
         jnp.zeros(blocks.queries, jnp.float32),
     )
-    # Keys that a query does not see count until it sees one, then they weigh nothing.
+    # Unseen keys count until a query sees its first one, then they weigh nothing.
     out, highest, total = jax.lax.fori_loop(0, x.count[...], add_block, nothing)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     sums_ref[...] = highest + jnp.log(total)
@@ -176,7 +176,7 @@ def _forward_block(softcap: float, blocks: Blocks, x: Inputs, out_ref, sums_ref)
 def _seen_keys(
     blocks: Blocks, x: Inputs, number: Array, i: Array, first: Array | None
 ) -> tuple[pl.Slice, Array]:
-    """Return the slots of a block of the list, and bool [queries, keys]: who sees whom."""
+    """Return the slots of a block in the list, and its mask, bool [queries, keys]."""
     start = x.index[number] * blocks.keys
     part = pl.ds(start, blocks.keys)
     j = start + jnp.arange(blocks.keys)
@@ -190,7 +190,7 @@ def _seen_keys(
 def _d_scores(
     softcap: float, scores: Array, seen: Array, d_weights: Array, sums: Array, deltas: Array
 ) -> tuple[Array, Array]:
-    """Return weights, and the gradient of scores from that of weights."""
+    """Return weights, and the gradient of scores given that of weights."""
     scores = softcapped(scores, softcap)
     weights = jnp.exp(jnp.where(seen, scores, _LOWEST) - sums)
     d_scores = weights * (d_weights - deltas)
@@ -269,9 +269,9 @@ def _call(kernel, blocks: Blocks, grid: tuple[int, ...], interpret: bool, **spec
 
 
 def _query_specs(x: Inputs, blocks: Blocks) -> tuple[Inputs, pl.BlockSpec, pl.BlockSpec]:
-    """Return what a program over queries sees of inputs, of the output and of `sums`.
+    """Return a program over queries' view of the inputs, of the output and of `sums`.
 
-    Its numbers are those of a block, a head and a sequence.
+    Its indices are a block, a head and a sequence.
     """
     tokens, heads, size = x.q.shape[1:]
     groups = heads // x.k.shape[2]
@@ -297,7 +297,7 @@ def _query_specs(x: Inputs, blocks: Blocks) -> tuple[Inputs, pl.BlockSpec, pl.Bl
 def _forward(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, mask: Mask, softcap: float, interpret: bool
 ) -> tuple[Array, tuple]:
-    """Return the output, and what the backward pass takes."""
+    """Return the output, and what the backward pass needs."""
     batch, tokens, heads, size = q_BTNH.shape
     blocks = tiling(tokens, size, q_BTNH.dtype).forward
     x = Inputs(q_BTNH, k_BTKH, v_BTKH, mask, *list_blocks(visible(mask, blocks)))

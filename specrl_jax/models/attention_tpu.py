@@ -1,7 +1,7 @@
-"""Attention by Pallas kernels that ship with JAX for TPUs, on a shard; arguments: see `attention`.
+"""Attention on TPUs by Pallas kernels that ship with JAX, on a shard; arguments: see `attention`.
 
-Rows of the cache go to ragged_paged_attention, which reads only the slots that a row has filled: a
-cache layer [B, S, 2 K, H] is cut into pages where it lies. Packed sequences go to splash_attention
+Rows of the cache use ragged_paged_attention, which reads only the slots that a row has filled: a
+cache layer [B, S, 2 K, H] is split into pages in place. Packed sequences use splash_attention
 (FlashAttention, arXiv 2205.14135), which skips blocks that no query sees.
 """
 
@@ -21,19 +21,19 @@ from specrl_jax.sharding import shards
 _LANES = 128
 _LEAST_PAGE = 16  # slots
 _PAGE = 128
-_SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
-# The kernel takes a block of queries at once. For every row that has queries in it, it computes
+_SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most this many too many
+# The kernel takes a block of queries at a time. For every row with queries in it, it computes
 # scores of the whole block and drops those of other rows. So a block has the queries of one row, or
 # of the few that fill a register's 8 sublanes, and no row is in two blocks.
 _LEAST_QUERIES = 8
 _MOST_QUERIES = 128
-_BLOCK = 512  # queries, and keys, of a block of a packed sequence
-_INTERPRET = False  # of packed sequences, for tests
-_OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again
+_BLOCK = 512  # queries, and keys, per block of a packed sequence
+_INTERPRET = False  # for packed sequences, in tests
+_OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are rebuilt
 
 
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
-    """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
+    """Return why the kernel for `use` cannot run the model and a cache of `slots`, or ""."""
     if use == "packed":
         return ""
     if model.head_dim % _LANES:
@@ -50,9 +50,9 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 def attend(
     q_BTNH: Array, kv_BSCH: Array, start_B: Array, *, window: int | None, softcap: float
 ) -> Array:
-    """Compute `attention.attend` of a cache whose layers are one array."""
+    """Compute `attention.attend` over a cache whose layers are one array."""
     rows, width, heads, size = q_BTNH.shape
-    if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # a copy: of caches whose slots do not fit
+    if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # a copy, for caches whose slots do not fit
         kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
     page = math.gcd(kv_BSCH.shape[1], _PAGE)
     pages = kv_BSCH.shape[1] // page
@@ -129,6 +129,6 @@ def _one_sequence(
         residual_checkpoint_name=_OUTPUTS,
         interpret=_INTERPRET,
     )
-    # The library has made this an array, which it then cannot test in a trace.
+    # The library makes this an array, which it then cannot test in a trace.
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
     return kernel(q_NTH, k_KTH, v_KTH)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 MAX_INT = 2**31 - 1  # sizes and positions are int32
-MAX_LAYERS = 4096  # there is a loop over them
+MAX_LAYERS = 4096  # the layers are a loop
 
 IdRanges = tuple[tuple[int, int], ...]  # [first, stop) of token ids
 
@@ -29,13 +29,13 @@ class YarnScaling:
     factor: float
     original_max_positions: int
     attention_factor: float = 0.0  # of queries and of keys; 0: 0.1 ln factor + 1
-    beta_fast: float = 32.0  # turns within the original positions above which all stays
+    beta_fast: float = 32.0  # turns within the original positions above which frequencies stay
     beta_slow: float = 1.0  # turns below which a frequency is divided by the factor
-    truncate: bool = True  # the bounds of the ramp between are whole
+    truncate: bool = True  # round the bounds of the ramp in between to integers
 
     @property
     def magnitude(self) -> float:
-        """Return the factor of queries and of keys."""
+        """Return the factor of queries and keys."""
         return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
 
@@ -51,11 +51,11 @@ Scaling = RopeScaling | LinearScaling | YarnScaling
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Adapters that are trained in the place of weights (LoRA, arXiv 2106.09685)."""
+    """Adapters that are trained instead of weights (LoRA, arXiv 2106.09685)."""
 
     rank: int  # r, columns of A and rows of B
     alpha: float
-    names: tuple[str, ...]  # of the weights of a layer that have adapters
+    names: tuple[str, ...]  # of a layer's weights that have adapters
 
     @property
     def scale(self) -> float:
@@ -65,11 +65,11 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one decoder; hashable, so that it can key a program."""
+    """Sizes and switches of one decoder; hashable, so it can key a program."""
 
     vocab_size: int
     embed_dim: int
-    mlp_dim: int  # of an expert, where there are experts
+    mlp_dim: int  # of each expert, if there are experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -93,22 +93,22 @@ class ModelConfig:
     embed_multiplier: float = 1.0  # embeddings times this
     residual_multiplier: float = 1.0  # outputs of attention and MLP times this
     query_pre_attn_scalar: int = 0  # queries are divided by its root; 0: head_dim
-    attention_multiplier: float = 0.0  # queries times this; 0: as query_pre_attn_scalar says
+    attention_multiplier: float = 0.0  # queries times this; 0: use query_pre_attn_scalar
     logits_divisor: float = 1.0
-    attn_softcap: float = 0.0  # scores of attention are cap * tanh(score / cap); 0: as they are
-    final_softcap: float = 0.0  # logits likewise
-    sliding_window: int = 0  # a local layer sees so many tokens, its own included; 0: none is local
-    local_layers: tuple[bool, ...] = ()  # which layers see a window alone; (): none
+    attn_softcap: float = 0.0  # attention scores become cap * tanh(score / cap); 0: unchanged
+    final_softcap: float = 0.0  # likewise for logits
+    sliding_window: int = 0  # tokens that a local layer sees, including its own; 0: none is local
+    local_layers: tuple[bool, ...] = ()  # which layers see only a window; (): none
     unrotated_layers: tuple[bool, ...] = ()  # which have no rotary positions; (): none
-    # rope_theta of local layers, without rope_scaling; 0: as the others, with rope_scaling
+    # rope_theta of local layers, without rope_scaling; 0: as in other layers, with rope_scaling
     rope_local_theta: float = 0.0
-    num_experts: int = 0  # of each layer, in the place of one MLP; 0: the MLP
+    num_experts: int = 0  # of each layer, instead of one MLP; 0: the MLP
     experts_per_token: int = 0
     norm_topk: bool = False  # the weights of a token's experts add up to 1
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
-    unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
-    # Of `kernels.USES` and `head.KERNEL`, those for which a kernel is taken.
+    unused_ids: IdRanges = ()  # ids without a token in the tokenizer: their logits are -inf
+    # Those of `kernels.USES` and `head.KERNEL` for which a kernel is used.
     kernels: tuple[str, ...] = ()
     lora: Lora | None = None  # None: all weights are trained
 
@@ -133,7 +133,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Return the width of what a token's feed-forward computes."""
+        """Return the feed-forward width that is computed per token."""
         return self.mlp_dim * (self.experts_per_token or 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Compare the weights of two models, beside what adapters change."""
+"""Comparison of two models' weights, apart from what adapters change."""
 
 import dataclasses
 import math
@@ -10,25 +10,25 @@ from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.parameters import Params, adapter_names
 
-# Of a machine, a tokenizer or a training run, or no part of what a model computes.
+# Specific to a machine, a tokenizer or a training run, or irrelevant to what a model computes.
 _NOT_COMPARED = ("dtype", "remat", "unused_ids", "kernels", "lora", "max_positions")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Norms of differences between two models' weights, in shares of the first one's norm."""
+    """Norms of differences between two models' weights, relative to the first one's norm."""
 
     relative: float
     largest: float  # of one weight
-    tensor: str  # which has it; "" where all weights are equal
-    learned: float  # what adapters add, in the same share
+    tensor: str  # which has it; "" if all weights are equal
+    learned: float  # what adapters add, relative to the same norm
 
 
 def compare(source: str, base: str, lora: ModelConfig, adapters: Params) -> Difference:
-    """Compare the weights of `base` with those of `source`, to which `adapters` belong.
+    """Compare the weights of `base` with those of `source`, which `adapters` were trained on.
 
-    lora: the shape with the adapters. Raises ValueError in one line, of `model.source` or `--base`,
-    where one of them cannot be read, or where `base` has other shapes or computes otherwise.
+    lora: the shape with the adapters. Raises a one-line ValueError about `model.source` or `--base`
+    if one of them cannot be read, or if `base` has other shapes or computes something else.
     """
     shape, tensors = hf.open_tensors(source, "model.source")
     base_shape, base_tensors = hf.open_tensors(base, "--base")
@@ -74,7 +74,7 @@ def _learned(model: ModelConfig, adapters: Params) -> float:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return whether two fields are equal; formats round numbers that are not whole."""
+    """Return whether two fields are equal; formats round numbers that are not integers."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_is_close(one[k], other[k]) for k in one)
     if isinstance(one, float) and isinstance(other, float):

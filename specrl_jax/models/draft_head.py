@@ -1,12 +1,12 @@
-"""A learned draft head: one decoder layer that guesses what the policy has not computed yet.
+"""Learned draft head: one decoder layer that guesses what the policy has not computed yet.
 
 At token y_i the head reads the policy's state that chose it, h_{i-1}, and its embedding:
 
     x_i = U norm(h_{i-1}) + V norm(embed(y_i))        z_i = norm(layer(x_0 ... x_i))
 
-z_i stands for h_i, which the policy will compute: the policy's output turns it into scores of
-y_{i+1}, and the head goes on from it. Embeddings and output are the policy's. After EAGLE (arXiv
-2401.15077) and the MTP module of DeepSeek-V3 (2412.19437, section 2.2).
+z_i approximates h_i, which the policy has yet to compute: the policy's output head turns it into
+scores for y_{i+1}, and the head continues from it. Embeddings and output head are the policy's.
+After EAGLE (arXiv 2401.15077) and the MTP module of DeepSeek-V3 (2412.19437, section 2.2).
 """
 
 import functools
@@ -59,9 +59,9 @@ class DraftHead(nnx.Module):
         """Return z [B, T, D] at T tokens, and the cache's layer with these tokens written.
 
         states: the policy's, after its final norm, that chose the tokens; or the head's own.
-        embedded: the tokens' embeddings. The others: see `Transformer`; the tokens start in the
-        cache's slots `start`, or they are packed tries, whose keys and values [B, T, K, H] are
-        given instead of the layer.
+        embedded: the tokens' embeddings. Others: see `Transformer`; the tokens start in the cache's
+        slots `start`, or they are packed tries, whose keys and values [B, T, K, H] are returned
+        instead of the layer.
         """
         if start_B is not None:
             positions_BT = start_B[:, None] + jnp.arange(states_BTD.shape[1])[None, :]
@@ -79,7 +79,7 @@ class DraftHead(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_draft_head(config: ModelConfig, policy: Params) -> Params:
-    """Return first parameters, float32: the policy's last global layer and norm, U = V = 1."""
+    """Return initial parameters, float32: the policy's last global layer and norm, U = V = 1."""
 
     def place(x: Array, *dims: str | None) -> Array:
         copied = jnp.copy(x).astype(jnp.float32)
@@ -99,7 +99,7 @@ def init_draft_head(config: ModelConfig, policy: Params) -> Params:
 
 
 def _last_plain_layer(config: ModelConfig) -> int:
-    """Return the last layer that sees all and is rotated, as the head is; the last if none is."""
+    """Return the last global, rotated layer, as the head is one; the last if there is none."""
     kinds = (config.local_layers, config.unrotated_layers)
     plain = [i for i in range(config.num_layers) if not any(kind[i] for kind in kinds if kind)]
     return max(plain, default=config.num_layers - 1)
@@ -116,10 +116,10 @@ def draft_head_size(config: ModelConfig) -> int:
 def copy_draft_head(
     config: ModelConfig, params: Params, policy: Params, counts: Array | None, *, vocab: int
 ) -> Params:
-    """Return the rollout's copy: the compute type but for norms' scales, projections joined.
+    """Return the rollout's copy in the compute type, except norm scales, with joined projections.
 
-    vocab: the head drafts so many tokens, the most frequent by `counts` int32 [V]; 0: all. The copy
-    then holds these, and their rows of the policy's output, as `vocab`.
+    vocab: number of tokens the head drafts, the most frequent by `counts` int32 [V]; 0: all. The
+    copy then includes them, and their rows of the policy's output, as `vocab`.
     """
     convert = functools.partial(convert_weight, config)
     layer = {n: convert(n, x, LAYER_AXES[n]) for n, x in params["layer"].items()}
@@ -135,7 +135,7 @@ def copy_draft_head(
 def take_frequent(output_VD: Array, counts: Array, number: int) -> tuple[Array, Array]:
     """Return ids int32 [number] of the most frequent tokens, and their rows of the policy's output.
 
-    Ids are in order; of equally frequent ones the first are taken (FR-Spec, arXiv 2502.14856).
+    Ids are in order; of equally frequent ones the first are used (FR-Spec, arXiv 2502.14856).
     counts: int32 [V].
     """
     _, ids = jax.lax.top_k(counts, number)

@@ -1,10 +1,10 @@
 """Mixture of experts: each token passes through k of E feed-forwards (arXiv 1701.06538).
 
 Tokens are sorted by expert, and each run of them is multiplied with its expert's weights: no token
-is dropped. A shard of the batch sorts its own tokens; each of its devices has a part of every
-expert's width F, so that no token travels.
+is dropped. A batch shard sorts its own tokens; each of its devices has a part of every expert's
+width F, so no token is sent.
 
-Suffixes as in `layers`, and E experts, k experts of a token, C = M·k copies of tokens.
+Suffixes as in `layers`, plus E experts, k experts per token, C = M·k copies of tokens.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from specrl_jax.sharding import axes, platform, shards
 
 
 class Routed(NamedTuple):
-    """Work of a layer's router."""
+    """Decisions of a layer's router."""
 
     load: "Load"
     ids: Array  # int32 [B, T, k], experts of each token
 
 
 class Load(NamedTuple):
-    """Sums over tokens of what a router did, float32; of a stack of layers [L, ...]."""
+    """Sums over tokens of a router's decisions, float32; for a stack of layers [L, ...]."""
 
     tokens: Array  # [E], tokens that each expert got
     probs: Array  # [E], probabilities of each expert
@@ -38,8 +38,8 @@ def route(
     """Return probabilities [M, E], and weights and ids [M, k] of each token's experts.
 
     All in float32, as a bfloat16 router would choose other experts. norm: weights add up to 1.
-    replayed: ids + 1 that take the router's choice from it, not its weights (R3, arXiv 2510.11370);
-    0: it chooses.
+    replayed: ids + 1 that replace the router's choice but not its weights (R3, arXiv 2510.11370);
+    0: the router chooses.
     """
     layout = axes("batch", None)
     scores = jnp.einsum("MD,DE->ME", x_MD.astype(jnp.float32), router_DE, out_sharding=layout)
@@ -79,9 +79,9 @@ def mix(
 
 
 def _through_all(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EFD) -> Array:
-    """Return [M, D]; all experts compute all tokens, whose weights are 0 where not chosen.
+    """Return [M, D]; all experts compute all tokens, with weight 0 unless chosen.
 
-    Of few tokens: the experts' weights are read once, as a decode step must.
+    For few tokens: the experts' weights are read once, which a decode step must do anyway.
     """
     chosen_MkE = jax.nn.one_hot(ids_Mk, gate_EDF.shape[0], dtype=x_MD.dtype)
     weights_ME = jnp.sum(chosen_MkE * weights_Mk[..., None], axis=1)
@@ -133,7 +133,7 @@ _collect.defvjp(
 def _through_blocks(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down_EFD) -> Array:
     """Return [M, D] by a batched product over blocks of b tokens of one expert each.
 
-    Blocks are filled up with zeros: at most E more than the tokens fill. Each takes its own copy of
+    Blocks are zero-padded: at most E more blocks than the tokens fill. Each takes its own copy of
     its expert's weights.
     """
     experts = gate_EDF.shape[0]
@@ -147,7 +147,7 @@ def _through_blocks(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down
     first_E = size * (jnp.cumsum(blocks_E) - blocks_E) - (jnp.cumsum(sizes_E) - sizes_E)
     sorted_slots_C = first_E[ids_C[order_C]] + jnp.arange(copies)
     slots_C = jnp.zeros_like(order_C).at[order_C].set(sorted_slots_C, unique_indices=True)
-    sources = jnp.full(count * size, x_MD.shape[0])  # of each slot; past the end: no token
+    sources = jnp.full(count * size, x_MD.shape[0])  # per slot; past the end: no token
     sources = sources.at[slots_C].set(jnp.arange(copies) // ids_Mk.shape[1], unique_indices=True)
     owner_n = jnp.repeat(jnp.arange(experts), blocks_E, total_repeat_length=count)
     x_nbD = x_MD.at[sources].get(mode="fill", fill_value=0).reshape(count, size, -1)
@@ -160,7 +160,7 @@ def _through_blocks(activation, x_MD, weights_Mk, ids_Mk, gate_EDF, up_EDF, down
 
 _PRODUCTS = {"tpu": _through_runs}  # by platform; others by blocks
 _BLOCKS = (16, 128)  # smallest and largest b
-# Tokens of a shard up to which weights, not products, take the time.
+# Tokens of a shard up to which reading weights, not computing products, takes the time.
 _FEW_TOKENS = {"cpu": 8}
 _FEW_TOKENS_ELSEWHERE = 256
 
@@ -180,7 +180,7 @@ def load(probs_ME: Array, ids_Mk: Array, counted_M: Array | None) -> Load:
 def balance_loss(load: Load) -> Array:
     """Return E · Σ_e f_e · p_e, over all layers as in transformers (arXiv 2101.03961, eq. 4).
 
-    f: an expert's tokens for each token, p: its mean probability; k where all get as many.
+    f: an expert's tokens per token, p: its mean probability; k if all get equally many.
     """
     count = jnp.maximum(jnp.sum(load.count), 1)
     share_E = jax.lax.stop_gradient(jnp.sum(load.tokens, axis=0)) / count

@@ -9,10 +9,10 @@ from typing import Any
 
 from specrl_jax.registry import Table
 
-LOCAL = "sliding_attention"  # in `layer_types`: the layer sees a window alone
+LOCAL = "sliding_attention"  # in `layer_types`: the layer sees only a window
 GLOBAL = "full_attention"
 
-# Fields of config.json that only some families have, and ours.
+# Fields of config.json that only some families have, and our names for them.
 OWN_FIELDS = {
     "hidden_activation": "activation",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
@@ -35,12 +35,12 @@ def every_layer(fields: Mapping[str, Any], layer: int) -> bool:
 
 
 def later_layers(fields: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer is local, where the first ones are global."""
+    """Return whether a layer is local, if the first ones are global."""
     return layer >= fields["max_window_layers"]
 
 
 def but_every_nth(fields: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer is local, where each n-th is global."""
+    """Return whether a layer is local, if every n-th is global."""
     return (layer + 1) % fields["sliding_window_pattern"] > 0
 
 
@@ -56,31 +56,31 @@ class Family:
     """Switches of a family; its name is the `model_type` of Hugging Face's config.json."""
 
     architecture: str  # the class in transformers
-    max_positions: int  # max_position_embeddings where config.json has none
-    head_dim: int | None = None  # where config.json has none; None: embed_dim / num_heads
+    max_positions: int  # max_position_embeddings if config.json has none
+    head_dim: int | None = None  # if config.json has none; None: embed_dim / num_heads
     qk_norm: bool = False  # RMS norm of each head's queries and keys
-    qkv_bias: bool = False  # always biases on q, k and v, never on the output
+    qkv_bias: bool = False  # q, k and v always have biases, the output never does
     bias_fields: tuple[str, ...] = ()  # of attention_bias (q, k, v, output), mlp_bias; in the file
-    # Which layers are local in a file with a sliding_window; None: the class knows no windows.
+    # Which layers are local if a file has a sliding_window; None: the class has no windows.
     local: Callable[[Mapping[str, Any], int], bool] | None = None
     window_switch: bool = False  # windows need use_sliding_window
-    layer_types: bool = False  # a file's layer_types decide in the place of `local`
+    layer_types: bool = False  # a file's layer_types replace `local`
     heads_divide_embed: bool = False  # the class needs embed_dim % num_heads == 0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    rope_by_kind: bool = False  # the class reads rope_parameters of local and of global layers
-    expert_size: str = ""  # the field of an expert's width, where there are experts
+    rope_by_kind: bool = False  # separate rope_parameters for local and global layers
+    expert_size: str = ""  # the field of an expert's width, if there are experts
     # Values of fields of `defaults` for random weights, which have no file.
     random: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Names of tensors that hold several of ours, one below another: parameter → name in a layer.
+    # Names of tensors that stack several of ours vertically: parameter → name in a layer.
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Defaults of further fields of config.json, with every name of `OWN_FIELDS` that it has.
+    # Defaults of further fields of config.json, including every name in `OWN_FIELDS` that it has.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Other switches of `ModelConfig`.
     always: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-    gguf: str | None = ""  # its name in llama.cpp, where that is another; None: it has none
+    gguf: str | None = ""  # its name in llama.cpp, if it differs; None: it has none
     gguf_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # llama.cpp's own
     gguf_interleaved: bool = False  # llama.cpp stores q and k rows in its own rotary order
-    # Layers of the size whose query_pre_attn_scalar is embed_dim / num_heads; no file says it.
+    # Layers of the size whose query_pre_attn_scalar is embed_dim / num_heads; files lack it.
     gguf_layers_of_27b: int = 0
 
     def config_defaults(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Family:
         return defaults | self.defaults
 
     def local_layers(self, fields: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-        """Return which of so many layers see a window alone; () where none does."""
+        """Return which of this many layers see only a window; () if none does."""
         switch = fields.get("use_sliding_window") or not self.window_switch
         if not (self.local and switch and fields.get("sliding_window")):
             return ()
@@ -104,7 +104,7 @@ class Family:
         return local if any(local) else ()
 
     def switches(self, fields: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        """Return what only some families set of `ModelConfig`, from a config.json's fields.
+        """Return the `ModelConfig` fields that only some families set, from config.json's fields.
 
         layers: their number.
         """
@@ -127,12 +127,12 @@ class Family:
         }
 
 
-# The window of a file of Qwen's that has none.
+# The window of a Qwen file without one.
 _QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 _FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 _OLMO = {"pre_norms": False, "post_norms": True, "qk_norm_all": True}
 _GEMMA = {"norm_adds_one": True, "post_norms": True, "embed_scale": True}
-# The config.json of larger models holds little more than what differs from these.
+# The config.json of larger models contains little more than what differs from these.
 _GEMMA_DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -158,7 +158,7 @@ OWN_FAMILIES = {
         max_positions=131_072,
         local=every_layer,
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-        gguf=None,  # llama.cpp calls it llama, and knows no window of it
+        gguf=None,  # llama.cpp calls it llama, without windows
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

@@ -1,7 +1,7 @@
-"""GGUF files (llama.cpp's format), read as Hugging Face directories are: float32, their names.
+"""GGUF files (llama.cpp's format), read like Hugging Face directories: float32, same names.
 
-Three things differ in GGUF: llama's query and key rows have llama.cpp's rotary order, Llama 3's
-scaled frequencies are a tensor of divisors, and the norms of Gemma have the 1 that they add.
+GGUF differs in three ways: llama's query and key rows are in llama.cpp's rotary order, Llama 3's
+scaled frequencies are a tensor of divisors, and Gemma's norms include the 1 that they add.
 """
 
 import functools
@@ -19,7 +19,7 @@ from specrl_jax.models.config import MAX_LAYERS
 from specrl_jax.models.families import FAMILIES, Family
 from specrl_jax.models.parameters import LAYER, TOP, file_name_of
 
-_MAX_SIZE = 2**20  # a file that says more is damaged
+_MAX_SIZE = 2**20  # a file with a larger value is damaged
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Fields of `rope.scaling`, and their names in config.json, by its type.
 _ROPE_FIELDS = {
@@ -48,21 +48,21 @@ def read(
     config = _config(file, metadata, stored)
     experts = config.get("num_experts", 0)
     renamed = _file_names(config["model_type"], config["num_hidden_layers"], experts)
-    # A tensor that no family has keeps its name, and is refused as unknown.
+    # A tensor unknown to all families keeps its name, and is rejected as unknown.
     names = {
         ours: (name, expert)
         for name in stored
         if name != _ROPE_DIVISORS
         for ours, expert in renamed.get(name, [(name, ())])
     }
-    # The file's axes are in reverse.
+    # The file's axes are reversed.
     shapes = {
         ours: tuple(map(int, stored[name].shape[::-1]))[len(expert) :]
         for ours, (name, expert) in names.items()
     }
 
     family = FAMILIES[config["model_type"]]
-    # Experts are read one after another from one tensor.
+    # Experts are read one by one from one tensor.
     dequantize = functools.lru_cache(1)(lambda name: _dequantize(file, stored[name]))
 
     def read_tensor(name: str) -> np.ndarray:
@@ -89,13 +89,13 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for number, part in enumerate(files):
         with one_line(f"{part} must be a whole GGUF file"):
             reader = open_gguf(part)
-            slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder
+            slow = ("tokenizer.", "GGUF.")  # a vocabulary is not the decoder's metadata
             fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
             _check_offsets(reader)
             own = {name: field.contents() for name, field in fields.items()}
         place = own.get("split.no", 0), own.get("split.count", 1)
         if place != (number, len(files)):
-            rule = f"must be part {number + 1} of {len(files)}, as its name says"
+            rule = f"must be part {number + 1} of {len(files)}, according to its name"
             raise ValueError(f"{part} {rule}, got part {place[0] + 1} of {place[1]}")
         metadata = own | metadata
         tensors |= {tensor.name: tensor for tensor in reader.tensors}
@@ -103,9 +103,9 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return all files of the model that `file` holds or is a part of; the first has its metadata.
+    """Return all files of the model that `file` is or is a part of; the first has its metadata.
 
-    Raises ValueError in one line where one is missing.
+    Raises a one-line ValueError if one is missing.
     """
     named = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})", file.stem)
     if not named:
@@ -114,13 +114,13 @@ def parts_of(file: Path) -> list[Path]:
     parts = [f"{name}-{n + 1:05}-of-{count}{file.suffix}" for n in range(int(count))]
     files = [file.with_name(part) for part in parts]
     if missing := [path.name for path in files if not path.is_file()]:
-        rule = f"must lie beside the other parts of its model, {len(files)} in all"
+        rule = f"must be next to the other parts of its model, {len(files)} in all"
         raise ValueError(f"{file} {rule}; {missing[0]} is missing")
     return files
 
 
 def _check_offsets(reader: Any) -> None:
-    """Raise ValueError unless each tensor starts where the one before it ends, as in llama.cpp."""
+    """Raise ValueError unless each tensor starts where the previous one ends, as in llama.cpp."""
     begin = reader.data_offset
     for tensor in reader.tensors:
         if (got := tensor.data_offset) != begin:
@@ -190,7 +190,7 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
 
 
 def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[str, Any]:
-    """Return the fields that only some families have. What the file lacks llama.cpp knows."""
+    """Return the fields that only some families have; llama.cpp's values for those missing."""
     fields = {
         "sliding_window": get("attention.sliding_window"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
@@ -213,10 +213,10 @@ def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[s
 
 
 def _check_counts(file: Path, metadata: dict[str, Any], architecture: str) -> None:
-    """Check the numbers that this file computes with; `hf_config` checks all the rest."""
+    """Check the numbers used in this file; `hf_config` checks all others."""
     counts = {"embedding_length": _MAX_SIZE, "block_count": MAX_LAYERS}
     counts |= {"attention.head_count": _MAX_SIZE, "attention.key_length": _MAX_SIZE}
-    given = {f"{architecture}.attention.key_length": 1} | metadata  # it alone may be absent
+    given = {f"{architecture}.attention.key_length": 1} | metadata  # only this may be absent
     for name, most in counts.items():
         value = given.get(f"{architecture}.{name}")
         if not isinstance(value, int) or not 0 < value <= most:
@@ -225,7 +225,7 @@ def _check_counts(file: Path, metadata: dict[str, Any], architecture: str) -> No
 
 
 def _float32(value: Any) -> Any:
-    """Return a number without what float32 has added: 9.999999747378752e-06 is 1e-05."""
+    """Return a number without float32 rounding noise: 9.999999747378752e-06 is 1e-05."""
     return float(str(np.float32(value))) if isinstance(value, int | float) else value
 
 
@@ -244,7 +244,7 @@ def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[st
     smooth = np.clip((length * freqs / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
     expected = 1 / (smooth + (1 - smooth) / rope["factor"])
     if expected.shape != divisors.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        rule = "must hold Llama 3's frequencies (low 1, high 4, original length 8192)"
+        rule = "must contain Llama 3's frequencies (low 1, high 4, original length 8192)"
         raise ValueError(f"{file}: {_ROPE_DIVISORS} {rule}, got others")
     return rope
 
@@ -252,7 +252,7 @@ def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[st
 def _file_names(
     family: str, layers: int, experts: int
 ) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Return Hugging Face's names of tensors by llama.cpp's, and where each is in that tensor."""
+    """Return Hugging Face's tensor names by llama.cpp's, and where each is within that tensor."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     architecture = FAMILIES[family].gguf or family
@@ -283,7 +283,7 @@ def _dequantize(file: Path, tensor: Any) -> np.ndarray:
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Bring rows of each head from llama.cpp's order 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
+    """Reorder the rows of each head from llama.cpp's order 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
 
     A head of four rows is stored as [r0, r2, r1, r3]; the result is [r0, r1, r2, r3].
     """
@@ -292,7 +292,7 @@ def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def open_gguf(file: Path) -> Any:
-    """Return a reader that takes a moment for a large vocabulary: gguf's takes a minute."""
+    """Return a reader that opens a large vocabulary in a moment: gguf's own takes a minute."""
     from gguf import GGUFReader, GGUFValueType
 
     class FastReader(GGUFReader):
@@ -318,7 +318,7 @@ def open_gguf(file: Path) -> Any:
 
 
 def _texts(data: Any, begin: int, count: int) -> tuple[list[memoryview], int]:
-    """Return the bytes of so many texts, and the offset after the last of them."""
+    """Return the bytes of `count` texts, and the offset after the last one."""
     whole = memoryview(data)
     texts = []
     for _ in range(count):

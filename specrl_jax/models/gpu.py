@@ -1,8 +1,8 @@
-"""Pallas's Triton backend, and which GPUs it compiles for: for all kernels of ours."""
+"""Pallas's Triton backend, and the GPUs that it compiles for: used by all our kernels."""
 
 import jax
 
-try:  # jax 0.11 and later say that it will be removed
+try:  # jax 0.11 and later announce its removal
     from jax.experimental.pallas import triton
 except ImportError:
     triton = None
@@ -11,7 +11,7 @@ _LEAST_CAPABILITY = 8.0  # Ampere
 
 
 def refusal() -> str:
-    """Return why no kernel can be taken on the mesh's GPUs, present or absent, or ""."""
+    """Return why no kernel can run on the mesh's GPUs, present or not, or ""."""
     device = jax.sharding.get_mesh().devices.flat[0]
     capability = float(getattr(device, "compute_capability", _LEAST_CAPABILITY))
     if capability < _LEAST_CAPABILITY:

@@ -1,7 +1,7 @@
-"""Output head by a Pallas kernel for GPUs: logits are reduced where they are computed.
+"""Output head as a Pallas kernel for GPUs: logits are reduced where they are computed.
 
 A program computes the logits of some positions at all tokens of one column of the folded vocabulary
-[C, N], in registers, and writes four numbers a position. No logit reaches memory.
+[C, N], in registers, and writes four numbers per position. No logit reaches memory.
 """
 
 import functools
@@ -18,11 +18,11 @@ from specrl_jax.models.gpu import triton
 from specrl_jax.models.head import Columns
 from specrl_jax.sharding import COMPUTE, axes, shards
 
-_LEAST = 16  # rows and columns of a product by tensor cores
-_MOST_PIECE = 128  # rows of the vocabulary in a product
+_LEAST = 16  # least rows and columns of a tensor-core product
+_MOST_PIECE = 128  # rows of the vocabulary per product
 _MOST_PIECES = 3  # products whose results are in registers together
-_MOST_POSITIONS = 128  # of a program with one such product; with three of them half as many
-_PART_BYTES = 64  # of a state that a product reads at once
+_MOST_POSITIONS = 128  # per program with one such product; half as many with three
+_PART_BYTES = 64  # of a state that a product reads at a time
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _INTERPRET = False  # for tests
 
@@ -54,13 +54,13 @@ def reduce_columns(
     finish: Callable[[Array, Array], Array],
     weigh: Callable[..., Array],
 ) -> Columns:
-    """Return numbers of each column of the logits of states [B, T, D].
+    """Return the values of each column of the logits of states [B, T, D].
 
-    head_VD: Of `transformer.compute_head`. rows: C.
-    values: Arrays [B, T] that `weigh` wants of a position.
-    finish: From products float32 [m, c] and their tokens int32 [1, c] to the logits.
-    weigh: From logits less the column's highest [m, c], tokens [1, c] and each value [m, 1] to the
-        weights [m, c], of which the largest chooses the column's token.
+    head_VD: From `transformer.compute_head`. rows: C.
+    values: Arrays [B, T] that `weigh` needs per position.
+    finish: Maps products float32 [m, c] and their tokens int32 [1, c] to the logits.
+    weigh: Maps logits minus the column's highest [m, c], tokens [1, c] and each value [m, 1] to
+        weights [m, c]; the largest chooses the column's token.
     """
     own_rows = rows // shards("vocab")
     local = functools.partial(_reduce_on_shard, own_rows, finish, weigh)
@@ -72,7 +72,7 @@ def reduce_columns(
 def _reduce_on_shard(
     rows: int, finish: Callable, weigh: Callable, hidden_BTD: Array, head_VD: Array, *values: Array
 ) -> Columns:
-    """Reduce the columns of the logits at a shard's positions. rows: those of C that it holds."""
+    """Reduce the columns of the logits at a shard's positions. rows: the shard's share of C."""
     batch, width, size = hidden_BTD.shape
     columns = head_VD.shape[0] // rows
     piece = _piece(rows)
@@ -91,7 +91,7 @@ def _reduce_on_shard(
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
     results = pl.pallas_call(
         kernel,
-        # Programs that run at the same time share a column, which is then read once.
+        # Programs that run at the same time share a column, so it is read once.
         grid=(blocks, columns),
         in_specs=[
             pl.BlockSpec((None,), lambda m, n: (0,)),
@@ -147,7 +147,7 @@ def _reduce_column(
         mass += jnp.sum(jnp.exp(inside), axis=1)
         weights = weigh(inside, own_ids, *values)
         highest = jnp.max(weights, axis=1)
-        # Of equal weights the first token has it.
+        # If weights are equal the first token wins.
         token = jnp.min(
             jnp.where(weights == highest[:, None], own_ids, jnp.iinfo(jnp.int32).max), axis=1
         )

@@ -1,8 +1,8 @@
 """Hugging Face directories, hub ids and GGUF files to parameters, and back.
 
-`load` gives `ModelConfig` and a nested dict of float32 NumPy arrays, layers stacked on a leading L.
-`save` writes a directory that `transformers` reads. The map between both sets of names is strict:
-an unknown, missing or mis-shaped tensor is an error.
+`load` returns `ModelConfig` and a nested dict of float32 NumPy arrays, layers stacked on a leading
+L. `save` writes a directory that `transformers` reads. The map between both sets of names is
+strict: an unknown, missing or mis-shaped tensor is an error.
 """
 
 import json
@@ -33,9 +33,9 @@ class Checkpoint(NamedTuple):
     read: Callable[[str], np.ndarray]  # name → tensor
 
 
-# Buffers that old versions of transformers stored beside the weights.
+# Buffers that old versions of transformers stored with the weights.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
-# Of a model that reads images too: its decoder's tensors, old names and new; others are left out.
+# For a model that also reads images: its decoder's tensors, old and new names; others are dropped.
 _TEXT_PART = re.compile(r"(?:model\.language_model|language_model\.model)\.(.*)")
 _DTYPES = ("float32", "float16", "bfloat16")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,15 +43,15 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load(source: str, field: str = "model.source") -> tuple[ModelConfig, dict[str, Any]]:
-    """Read a policy from what `inputs.resolve_source` finds: a directory or a `.gguf` file.
+    """Read a policy from the result of `inputs.resolve_source`: a directory or a `.gguf` file.
 
     Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
-    names of `models/transformer.py`. At most one tensor is twice in memory. field: names the source
-    in errors. Raises ValueError, in one line, for what the source lacks or what the package cannot
+    names of `models/transformer.py`. At most one tensor is in memory twice. field: names the source
+    in errors. Raises a one-line ValueError for what the source lacks or the package cannot
     represent.
     """
     config, checkpoint = _open(source, field)
-    # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
+    # Filled in place, tensor by tensor: stacking lists would need memory for two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
     for name, parts in _in_file(config).items():
@@ -63,7 +63,7 @@ def load(source: str, field: str = "model.source") -> tuple[ModelConfig, dict[st
 
 
 def load_config(source: str, field: str = "model.source") -> ModelConfig:
-    """Read the config alone, as `load` does; a directory needs no weights.
+    """Read only the config, as `load` does; a directory needs no weights.
 
     field: names the source in errors.
     """
@@ -77,15 +77,15 @@ def load_config(source: str, field: str = "model.source") -> ModelConfig:
 def open_tensors(source: str, field: str) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
     """Open a policy as `load` does, to read it tensor by tensor.
 
-    Returns the config, and Hugging Face's name and the array of each tensor, in an order that the
-    config alone decides. field: names the source in errors.
+    Returns the config, and Hugging Face's name and the array of each tensor, in an order determined
+    by the config. field: names the source in errors.
     """
     config, checkpoint = _open(source, field)
     return config, ((name, _read(checkpoint, name)) for name in _file_shapes(config))
 
 
 def reads_images(source: str, field: str) -> bool:
-    """Return whether a model reads images too. field: names it in errors of `resolve_source`."""
+    """Return whether a model also reads images. field: names it in errors of `resolve_source`."""
     path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return False
@@ -103,7 +103,7 @@ def save(
 ) -> None:
     """Write a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    path: The directory; made if absent. A model in it is replaced.
+    path: The directory; created if missing. A model in it is replaced.
     config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
     params: The tree of `load`: NumPy or fully addressable JAX arrays, written as float32.
     token_ids: A tokenizer's, for generation.
@@ -114,7 +114,7 @@ def save(
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    # Ids that are not known are written too: transformers would put in the family's own.
+    # Unknown ids are written too: otherwise transformers would use the family's own.
     values = config_to_json(config) | dict.fromkeys(_TOKEN_IDS)
     _write_json(path / "config.json", values | (token_ids or {}))
     _write_json(path / "generation_config.json", {**(token_ids or {}), **(generation or {})})
@@ -128,9 +128,9 @@ def save_adapters(
 ) -> None:
     """Write a directory that `peft.PeftModel.from_pretrained` loads.
 
-    path: made if absent. config: with `lora`. adapters: the tree of `lora.init_adapters`. base: the
-    model that they were trained on, as peft is to load it. Raises ValueError in one line where the
-    family's files hold an adapted weight in one tensor with others.
+    path: created if missing. config: with `lora`. adapters: the tree of `lora.init_adapters`. base:
+    the model that they were trained on, for peft to load. Raises a one-line ValueError if the
+    family's files store an adapted weight in one tensor with others.
     """
     from safetensors.numpy import save_file
 
@@ -165,7 +165,7 @@ def save_adapters(
 
 
 def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
-    """Open a source, whose tensors have the names and shapes of its config."""
+    """Open a source and check that its tensors have the names and shapes of its config."""
     path = resolve_source(source, field, ("*.json", "*.safetensors"))
     if path.suffix == ".gguf":
         checkpoint = Checkpoint(str(path), *gguf.read(path))
@@ -173,7 +173,7 @@ def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
         checkpoint = _open_directory(path)
     config = config_from_json(checkpoint.config, checkpoint.file)
     tied = config.tie_embeddings and "lm_head.weight" in checkpoint.shapes
-    # Before anything of these sizes is allocated: they are only what the file claims.
+    # Before anything of these sizes is allocated: the file may be wrong.
     _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())
     if tied:
         embed = _read(checkpoint, "model.embed_tokens.weight")
@@ -195,12 +195,12 @@ def _open_directory(path: Path) -> Checkpoint:
         with one_line(f"{index} must name the file of every tensor in weight_map"):
             shards = sorted({path / name for name in read_json(index)["weight_map"].values()})
     else:
-        rule = f"must hold model.safetensors or {_INDEX}; convert other formats with transformers"
+        rule = f"must have model.safetensors or {_INDEX}; convert other formats with transformers"
         raise ValueError(f"{path} {rule}")
     files = {}
     for shard in shards:
         with one_line(f"{shard} must be a whole safetensors file"):
-            handle = safe_open(shard, framework="np")  # bfloat16 comes as ml_dtypes', without torch
+            handle = safe_open(shard, framework="np")  # bfloat16 as in ml_dtypes, without torch
         files |= dict.fromkeys(handle.keys(), handle)
     stored = {name: name for name in files}
     if config.get("model_type") in IMAGE_MODELS:
@@ -220,19 +220,19 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 class Part(NamedTuple):
-    """Rows of a tensor of a file, which are a part of one of our arrays."""
+    """Rows of a file's tensor that are a part of one of our arrays."""
 
     parameter: Parameter
     leaf: str  # our array's name
-    at: tuple[int, ...]  # where the part is in it
+    at: tuple[int, ...]  # position of the part in it
 
     def of(self, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return a view of our array, axes in the file's order; the file may join axes."""
+        """Return a view of our array with axes in the file's order; the file may join axes."""
         return self.parameter.in_file_order(leaves[self.leaf][self.at])
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a file with this config, by name."""
+    """Return the shape of every tensor in a file with this config, by name."""
     shapes = {}
     for name, parts in _in_file(config).items():
         rows, *others = zip(*(part.parameter.file_shape(config) for part in parts), strict=True)
@@ -241,7 +241,7 @@ def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _in_file(config: ModelConfig) -> dict[str, list[Part]]:
-    """Return the tensors of a file by name, each as parts one below another."""
+    """Return the tensors of a file by name, each as vertically stacked parts."""
     parts: dict[str, list[Part]] = {}
     for name, parameter in select(TOP, config).items():
         parts[parameter.file_name] = [Part(parameter, name, ())]
@@ -255,7 +255,7 @@ def _in_file(config: ModelConfig) -> dict[str, list[Part]]:
 
 
 def _places(config: ModelConfig, parameter: Parameter, layer: int) -> list[tuple[int, ...]]:
-    """Return where the tensors of a layer's parameter are in our array: of each expert, or one."""
+    """Return where a layer parameter's tensors are in our array: one per expert, or one in all."""
     if not parameter.per_expert:
         return [(layer,)]
     return [(layer, expert) for expert in range(config.num_experts)]
@@ -280,10 +280,10 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     if tensor.dtype.name not in _DTYPES:
         rule = f"must be one of {', '.join(_DTYPES)}"
         raise ValueError(f"{checkpoint.file}: {name} {rule}, got {tensor.dtype.name}")
-    # The sum is NaN or infinite where a value is, and often where values are beyond sense.
+    # The sum is NaN or infinite if a value is, and often if values are absurd.
     if not math.isfinite(tensor.sum(dtype=np.float32)) and not np.isfinite(tensor).all():
         raise ValueError(
-            f"{checkpoint.file}: {name} must hold finite numbers, "
+            f"{checkpoint.file}: {name} must contain only finite numbers, "
             f"got {tensor[~np.isfinite(tensor)][0]}; the weights are damaged or have diverged"
         )
     return tensor
@@ -307,7 +307,7 @@ def _save_weights(
     for file, names in split.filename_to_tensors.items():
         stored = {n: _join(views[n], shapes[n]) for n in names}
         save_file(stored, path / file, metadata={"format": "pt"})
-        (path / file).chmod((path / "config.json").stat().st_mode)  # not the owner's alone
+        (path / file).chmod((path / "config.json").stat().st_mode)  # not only the owner's
     written = {path / file for file in split.filename_to_tensors}
     for stale in {*path.glob("model*.safetensors"), path / _INDEX} - written:
         stale.unlink(missing_ok=True)
@@ -317,7 +317,7 @@ def _save_weights(
 
 
 def _join(views: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the tensor of a file whose rows are in these views."""
+    """Return the file's tensor with the rows of these views."""
     rows = [np.ascontiguousarray(view).reshape(-1, *shape[1:]) for view in views]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 

@@ -1,8 +1,8 @@
 """Hugging Face's config.json to `ModelConfig`, and back.
 
-What a family's class in transformers does not know (windows, rotary types, activations, caps), and
-other families, raise ValueError, in one line; so do fields of another type, and values that no
-model has.
+Raises a one-line ValueError for other families and for what a family's class in transformers does
+not support (windows, rotary types, activations, caps), for fields of another type, and for values
+that no model has.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from specrl_jax.models.config import (
 )
 from specrl_jax.models.families import FAMILIES, GLOBAL, LOCAL, OWN_FIELDS, Family
 
-# Models that read images too, of whose text decoder the family is this name and "_text".
+# Models that also read images; their text decoder's family is this name plus "_text".
 IMAGE_MODELS = ("gemma3",)
 # Hugging Face's name → ours.
 _SIZES = {
@@ -34,14 +34,14 @@ _SIZES = {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_positions",
 }
-# Bounds of numbers; a file that is beyond them is damaged.
-_MOST = {"num_hidden_layers": MAX_LAYERS}  # of all others MAX_INT
+# Bounds of numbers; a file beyond them is damaged.
+_MOST = {"num_hidden_layers": MAX_LAYERS}  # MAX_INT for all others
 _NORM_EPS = (1e-12, 0.1)
 ROPE_THETA = (1.0, 1e12)
 _ROPE_FACTOR = (1e-3, 1e6)
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0: none
 _MULTIPLIER = (1e-6, 1e6)
-# Numbers among `OWN_FIELDS`, but for the sizes.
+# Numbers among `OWN_FIELDS`, except for the sizes.
 _OWN_NUMBERS = {
     **dict.fromkeys(_CAPS, (0.0, 1e6)),
     "rope_local_base_freq": ROPE_THETA,
@@ -50,9 +50,9 @@ _OWN_NUMBERS = {
     "attention_multiplier": _MULTIPLIER,
     "logits_scaling": _MULTIPLIER,
 }
-# Fields that change what a model computes, and that no family here has, unless among its defaults.
+# Fields that change what a model computes and that no family here has, unless in its defaults.
 _UNKNOWN = ("attn_logit_softcapping", "use_bidirectional_attention", "clip_qkv")
-# Null is a value of its own, not the family's default.
+# Here null is a separate value, not the family's default.
 _NULLS = dict.fromkeys((*_CAPS, "sliding_window"), 0)
 _SCALINGS: dict[str, type] = {
     "linear": LinearScaling,
@@ -126,7 +126,7 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a config; ValueError where the family's class refuses its sizes."""
+    """Return the config.json of a config; ValueError if the family's class rejects its sizes."""
     family = FAMILIES[config.family]
     if family.heads_divide_embed and config.embed_dim % config.num_heads:
         rule = f"must be a multiple of model.num_heads {config.num_heads}"
@@ -173,7 +173,7 @@ def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["use_sliding_window"] = any(local)
     if family.layer_types:
         fields["layer_types"] = [LOCAL if x else GLOBAL for x in local]
-    # What versions that know no layer_types read.
+    # Read by versions that have no layer_types.
     if "max_window_layers" in family.defaults:
         fields["max_window_layers"] = (*local, True).index(True)
     if "sliding_window_pattern" in family.defaults:
@@ -182,7 +182,7 @@ def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _scaling_fields(scaling: Scaling) -> dict[str, Any]:
-    """Return a scaling as files have it, without what is as its type's default."""
+    """Return a scaling in the file format, without its type's default values."""
     (kind,) = (name for name, of in _SCALINGS.items() if isinstance(scaling, of))
     fields = {"rope_type": kind}
     for field in dataclasses.fields(scaling):
@@ -205,7 +205,7 @@ def _size(values: Mapping[str, Any], name: str, file: str) -> int:
 def _number(
     values: Mapping[str, Any], name: str, bounds: tuple[float, float], file: str, path: str = ""
 ) -> float:
-    """Return the number under `name`; `path` is what its name starts with in the file."""
+    """Return the number under `name`; `path` is the prefix of its name in the file."""
     value = values.get(name)
     low, high = bounds
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
@@ -220,7 +220,7 @@ def _switch(values: Mapping[str, Any], name: str, file: str) -> None:
 
 
 def _check_windows(values: Mapping[str, Any], family: Family, file: str) -> None:
-    """Raise ValueError for fields of windows that the family's class does not read so."""
+    """Raise ValueError for window fields that the family's class reads differently."""
     layers = _size(values, "num_hidden_layers", file)
     _switch(values, "use_sliding_window", file)
     kinds = values.get("layer_types")
@@ -241,13 +241,13 @@ def _check_windows(values: Mapping[str, Any], family: Family, file: str) -> None
 
 
 def _is_none(values: Mapping[str, Any], name: str, kinds: list | None) -> bool:
-    """Return whether a file says null, or has layers that need no such field."""
+    """Return whether a file has null there, or layers that need no such field."""
     zero = type(values[name]) is int and values[name] == 0
     return zero and (name != "sliding_window" or LOCAL not in (kinds or ()))
 
 
 def _expert_fields(values: Mapping[str, Any], family: Family, file: str) -> dict[str, int]:
-    """Return the sizes of a mixture; ValueError where some layers have none."""
+    """Return the sizes of a mixture; ValueError if some layers have no experts."""
     most = _size(values, "num_experts", file)
     if _size(values, "num_experts_per_tok", file) > most:
         got = values["num_experts_per_tok"]
@@ -260,7 +260,7 @@ def _expert_fields(values: Mapping[str, Any], family: Family, file: str) -> dict
 
 
 def _check_no_rope(values: Mapping[str, Any], file: str) -> None:
-    """Raise ValueError unless the layers without rotary positions are named for every layer."""
+    """Raise ValueError unless every layer is listed with or without rotary positions."""
     layers = _size(values, "num_hidden_layers", file)
     _size(values, "no_rope_layer_interval", file)
     given = values.get("no_rope_layers", [1] * layers)
@@ -270,7 +270,7 @@ def _check_no_rope(values: Mapping[str, Any], file: str) -> None:
 
 
 def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the text decoder of a model that reads images too."""
+    """Return the text decoder's fields of a model that also reads images."""
     text = values.get("text_config")
     if values.get("model_type") not in IMAGE_MODELS or not isinstance(text, Mapping):
         return values
@@ -280,7 +280,7 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """Return fields whose `rope_parameters`, as transformers 5 writes them, are global layers'."""
+    """Return the fields with the global layers' part of transformers 5's `rope_parameters`."""
     both = values.get("rope_parameters") or values.get("rope_scaling")
     if not isinstance(both, Mapping) or not both.keys() & {LOCAL, GLOBAL}:
         return values
@@ -300,7 +300,7 @@ def _rope(
     values: Mapping[str, Any], file: str, known: tuple[str, ...]
 ) -> tuple[float, Scaling | None]:
     """Return theta and scaling of the frequencies."""
-    # Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`.
+    # Transformers 5 writes `rope_parameters` including theta, older versions `rope_scaling`.
     field = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     rope = values.get(field) or {}
     if not isinstance(rope, Mapping):
@@ -318,7 +318,7 @@ def _rope(
     factor = _number(rope, "factor", _ROPE_FACTOR, file, f"{field}.")
     if kind == "linear":
         return theta, LinearScaling(factor)
-    # Left out, the original length is the model's own (as in transformers).
+    # If left out, the original length is the model's own (as in transformers).
     rope = {_LENGTH: values["max_position_embeddings"]} | rope
     length = _size(rope, _LENGTH, file)
     scaling = _yarn if kind == "yarn" else _llama3
@@ -335,7 +335,7 @@ def _llama3(
 
 
 def _yarn(rope: Mapping[str, Any], factor: float, length: int, file: str, path: str) -> YarnScaling:
-    """Return YaRN's scaling; of mscale and mscale_all_dim what transformers makes of both."""
+    """Return YaRN's scaling, with mscale and mscale_all_dim combined as in transformers."""
     given = {name: x for name, x in rope.items() if x is not None}
     fields = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     numbers = {x: _number(given, x, _ROPE_FACTOR, file, path) for x in fields if x in given}

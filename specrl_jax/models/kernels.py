@@ -1,6 +1,6 @@
-"""Kernels: which of them a run takes instead of the plain reference (`ModelConfig.kernels`).
+"""Kernels: which ones a run uses instead of the plain reference (`ModelConfig.kernels`).
 
-A rule says so, not a clock: every start of a run computes the same bits.
+The choice follows a rule, not timings: every start of a run computes the same bits.
 """
 
 from specrl_jax.models.config import ModelConfig
@@ -13,7 +13,7 @@ USES = ("cached", "packed")
 
 
 def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, ...]:
-    """Return the kernels of attention and of the output head that a run takes.
+    """Return the attention and output-head kernels that a run uses.
 
     Arguments: see `choose_attention_kernels`.
     """
@@ -22,10 +22,10 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
 
 
 def choose_attention_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, ...]:
-    """Return those of `USES` for which a run takes a kernel; print a line for each.
+    """Return those of `USES` for which a run uses a kernel; print a line for each.
 
-    setting: `model.attention`: `auto` takes the platform's kernels where they take the shape,
-      `kernel` raises ValueError in one line where one does not, `reference` takes none.
+    setting: `model.attention`: `auto` uses the platform's kernels if they support the shape,
+      `kernel` raises a one-line ValueError if one does not, `reference` uses none.
     slots: Of the longest cache.
     """
     kernels = kernel_module(platform())
@@ -49,7 +49,7 @@ def choose_attention_kernels(setting: str, model: ModelConfig, slots: int) -> tu
 
 
 def kernel_module(name: str):
-    """Return the kernels of a platform, imported when first asked for; None where it has none."""
+    """Return a platform's kernels, imported on first use; None if it has none."""
     if name == "tpu":
         from specrl_jax.models import attention_tpu
 
@@ -62,9 +62,9 @@ def kernel_module(name: str):
 
 
 def choose_head_kernel(setting: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return `KERNEL` where a run takes the kernel for the head, else nothing; print a line.
+    """Return `KERNEL` if a run uses the kernel for the head, else nothing; print a line.
 
-    setting: `model.attention`; `reference` takes no kernel. `kernel` speaks of attention alone.
+    setting: `model.attention`; `reference` uses no kernel. `kernel` applies to attention only.
     """
     if platform() not in ("gpu", "cuda") or setting == "reference":
         return ()
@@ -74,7 +74,7 @@ def choose_head_kernel(setting: str, model: ModelConfig) -> tuple[str, ...]:
     pieces = shards("vocab")
     refusal = head_gpu.refusal(model, rows // pieces)
     if rows % pieces:
-        refusal = f"columns of {rows} tokens cannot be cut over {pieces} devices"
+        refusal = f"columns of {rows} tokens cannot be split over {pieces} devices"
     taken = f"reference ({refusal})" if refusal else "kernel"
     print(f"output head: {taken}", flush=True)
     return () if refusal else (KERNEL,)

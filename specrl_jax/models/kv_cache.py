@@ -1,12 +1,12 @@
 """Keys and values of past tokens: for each layer a pair of arrays, or one array of both.
 
-Rows are left-aligned: slot s holds the key and value of a row's token at position s. The caller
-passes where to write (`start`), and queries see the slots up to their own position: to reject
-tokens is to write over them. Slots past a row's last token may hold any finite value.
+Rows are left-aligned: slot s contains the key and value of a row's token at position s. The caller
+passes where to write (`start`), and queries see the slots up to their own position: rejecting
+tokens means overwriting them. Slots past a row's last token may contain any finite value.
 
-The platform decides the order of the axes, see `AXES`. Kernels want one array, in which each head's
-keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU. On TPU heads whose size is
-no multiple of 128 lie side by side, [B, S, C], C = K H rounded up to whole tiles on each shard:
+The platform decides the order of the axes, see `AXES`. Kernels need one array, in which each head's
+keys are next to its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU. On TPU heads whose size
+is not a multiple of 128 are contiguous, [B, S, C], C = K H rounded up to whole tiles on each shard:
 tiles of [K, H] would be mostly empty, and XLA would transpose other sizes at every call.
 """
 
@@ -24,14 +24,14 @@ Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
 
 _ATTENDED = ("BKHS", "BKSH")
-# Axes of keys and of values, by platform; others are as cpu. XLA on CPU would transpose other
-# layouts at every step. On TPU a slot is written in place where its heads lie together.
+# Axes of keys and of values, by platform; others as cpu. XLA on CPU would transpose other layouts
+# at every step. On TPU a slot is written in place if its heads are contiguous.
 AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
 # Of keys and values in one, where K counts both.
 _BOTH = {"gpu": ("BKSH",), "tpu": ("BSKH",)}
-_FLAT = ("BSC", "BSC")  # heads side by side
+_FLAT = ("BSC", "BSC")  # contiguous heads
 _LANES = 128  # width of a TPU's tile
-# A cache and a packed sequence have multiples of so many slots, as the platform's kernels need.
+# Slots of a cache or a packed sequence are a multiple of this, for the platform's kernels.
 SLOT_MULTIPLES = {"gpu": 16, "tpu": 128}
 _LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None}
 
@@ -44,7 +44,7 @@ def _axes(layer: Layer) -> tuple[str, ...]:
 
 
 def is_flat(layer: Layer) -> bool:
-    """Return whether the heads of a layer lie side by side: keys and values are [B, S, C]."""
+    """Return whether the heads of a layer are contiguous: keys and values are [B, S, C]."""
     return layer[0].ndim == 3
 
 
@@ -79,7 +79,7 @@ def init_cache(config: ModelConfig, rows: int, slots: int, draft_head: bool = Fa
 
 
 def round_slots(slots: int) -> int:
-    """Return the least number of slots from `slots` on that the platform's kernels take."""
+    """Return the least number of slots >= `slots` that the platform's kernels support."""
     multiple = SLOT_MULTIPLES.get(platform(), 1)
     return -(-slots // multiple) * multiple
 
@@ -89,7 +89,7 @@ def cache_slots(cache: KVCache) -> int:
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
-    """Lay keys and values of T tokens out as a cache of T slots. like: a layer of it."""
+    """Lay out keys and values of T tokens as a cache of T slots. like: a layer of it."""
     if len(like) == 1:
         pairs = jnp.stack([k_BTKH, v_BTKH], axis=3)
         rows, tokens, heads, _, size = pairs.shape
@@ -104,7 +104,7 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
 
 
 def _flatten(x_BTKH: Array, size: int) -> Array:
-    """Return [B, T, C = size], the heads side by side."""
+    """Return [B, T, C = size] with contiguous heads."""
     rows, tokens, heads, head_dim = x_BTKH.shape
     pieces = shards("kv_heads")
     own = heads // pieces * head_dim
@@ -121,7 +121,7 @@ def keys_and_values(layer: Layer) -> Layer:
 def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     """Write T tokens in every row from its own `start` on; needs start + T <= S.
 
-    A start that is too large writes over earlier slots.
+    A start that is too large overwrites earlier slots.
     """
 
     def write_one(old: Array, new: Array, dims: str) -> Array:
@@ -131,12 +131,12 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
 
 
 def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, rows_b: Array) -> KVCache:
-    """Return the cache with rows that start: row `rows[i]` gets the tokens at `nodes[i]`.
+    """Return the cache with the rows that start: row `rows[i]` gets the tokens at `nodes[i]`.
 
-    fresh: Keys and values [m, T, K, H] of each layer, of sequences.
-    nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.
-    rows_b: int32 [b]; a row outside the cache is left out. Each shard counts its own sequences and
-        rows, and its rows that are left out come last.
+    fresh: Keys and values [m, T, K, H] of each layer, from packed sequences.
+    nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 if a row has none.
+    rows_b: int32 [b]; a row outside the cache is dropped. Each shard counts its own sequences and
+        rows, and its dropped rows come last.
     """
     taken = take_nodes(fresh, nodes_bS)
     new = tuple(as_layer(*arrays, layer) for arrays, layer in zip(taken, cache, strict=True))
@@ -144,12 +144,12 @@ def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, rows_b: 
 
 
 def copy_rows(cache: KVCache, new: KVCache, rows_b: Array) -> KVCache:
-    """Return the cache with whole rows of another one; rows: int32 [b], as in `write_rows`."""
+    """Return the cache with whole rows from another one; rows: int32 [b], as in `write_rows`."""
     return on_shards(_write_own_rows, cache, new, rows_b, like=cache)
 
 
 def take_nodes(tree, nodes_bS: Array):
-    """Take what arrays [m, T, ...] of a pytree have at `nodes`, see `write_rows`; < 0: anything."""
+    """Take the entries of arrays [m, T, ...] at `nodes`, see `write_rows`; < 0: anything."""
 
     def take(tree, nodes_bS: Array):
         return take_own_rows(jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), tree), nodes_bS)

@@ -1,7 +1,7 @@
 """Parts of a decoder block, as NNX modules over a plain dict of arrays (`params`).
 
-A module holds the arrays as `nnx.Param`; its call mutates nothing. To build one inside a traced
-function costs nothing at run time. So the weights stay an ordinary pytree for optax and Orbax.
+A module wraps the arrays as `nnx.Param`; its call mutates nothing. Building one inside a traced
+function costs nothing at run time, so the weights stay an ordinary pytree for optax and Orbax.
 
 Suffixes name axes: B rows, T tokens of this call, M = B·T, S cache slots, D embed, F feed-forward,
 N query heads, K key/value heads, G query heads per key/value head, H head dim, A = N·H.
@@ -37,12 +37,12 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-# Of the MLP's gate, by the name in Hugging Face's files.
+# Activation of the MLP's gate, by its name in Hugging Face's files.
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# Axes of gate_up by platform, others as cpu. XLA on TPU would lay another order out at every call.
+# Axes of gate_up by platform, others as cpu. XLA on TPU would transpose another order at each call.
 _GATE_UP = {"cpu": "DCF", "tpu": "CDF"}
 
 
@@ -51,12 +51,12 @@ def _gate_up_axes() -> str:
 
 
 def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
-    """Return a layer's parameters, with one array for the weights that multiply the same input.
+    """Return a layer's parameters, with weights that multiply the same input joined into one array.
 
     A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
-    key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
-    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D. Weights with adapters stay as they are:
-    each has its own narrow products beside it.
+    key/value head, its key, its value, so that a split over "tensor" falls between heads. gate_up
+    is [D, 2, F], on TPU [2, D, F]. Biases likewise, without D. Weights with adapters are not
+    joined: each has its own narrow products next to it.
     """
 
     def heads(kind: str) -> Array:
@@ -86,7 +86,7 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
-    """Compute the root-mean-square norm over the axes of the weight, which are the last, in float32
+    """Compute the root-mean-square norm over the weight's axes, which are the last ones, in float32
     (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     over = tuple(range(-weight.ndim, 0))
@@ -100,8 +100,8 @@ def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Array:
     """Return angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled.
 
-    Llama 3 and YaRN divide frequencies of long wavelengths by `factor`, leave those of short ones
-    as they are, and interpolate those between: Llama 3 by frequency, YaRN by index.
+    Llama 3 and YaRN divide the frequencies of long wavelengths by `factor`, keep those of short
+    ones, and interpolate in between: Llama 3 by frequency, YaRN by index.
     """
     freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
@@ -121,7 +121,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Ar
 
 
 def _yarn_range(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
-    """Return the indices of frequencies between which YaRN interpolates."""
+    """Return the indices of the frequencies between which YaRN interpolates."""
 
     def index(turns: float) -> float:
         wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
@@ -180,21 +180,21 @@ float32_einsum.defvjp(_float32_einsum_forward, _float32_einsum_backward)
 
 
 class Place(NamedTuple):
-    """Slots and positions of the T tokens of a call, and who sees whom."""
+    """Slots and positions of a call's T tokens, and the attention mask between them."""
 
     starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
     positions: Array | None = None  # int32 [B, T], only where starts is None and layers are local
     # int32 [B, T], slots of the tokens in packed sequences that have keys; then the two above are
-    # of all slots. None: the tokens are the sequences.
+    # for all slots. None: the tokens are the sequences.
     slots: Array | None = None
-    window: int | Array | None = None  # of a local layer; None: it sees all
-    counted: Array | None = None  # bool [B, T], tokens in the load of experts; None: all
+    window: int | Array | None = None  # of a local layer; None: it sees everything
+    counted: Array | None = None  # bool [B, T], tokens counted in the load of experts; None: all
     routing: Array | None = None  # [B, T, k], experts to replay, see `experts.route`; None: none
 
 
 class LayerModule(nnx.Module):
-    """Parameters `names` of a layer; `weight` gives one in compute type and layout."""
+    """Parameters `names` of a layer; `weight` returns one in compute type and layout."""
 
     names: tuple[str, ...] = ()
 
@@ -211,7 +211,7 @@ class LayerModule(nnx.Module):
         return reshard(value, *LAYER_AXES[name])
 
     def project(self, equation: str, x: Array, name: str, *dims: str | None, part=None) -> Array:
-        """Compute an einsum with `{name}_proj`, plus `{name}_bias` where the model has one.
+        """Compute an einsum with `{name}_proj`, plus `{name}_bias` if the model has one.
 
         part: an index on the axis before the last, to use only that part of both.
         """
@@ -225,19 +225,19 @@ class LayerModule(nnx.Module):
         return out
 
     def multiply(self, equation: str, x: Array, w: Array, name: str, *dims: str | None) -> Array:
-        """Compute x·W, the weight `name`: in float32 where `adapt` adds to it."""
+        """Compute x·W with the weight `name`: in float32 if `adapt` adds to it."""
         if getattr(self, adapter_names(name)[0], None) is None:
             return jnp.einsum(equation, x, w, out_sharding=axes(*dims))
         return float32_einsum(equation, axes(*dims), x, w)
 
     def adapt(self, out: Array, equation: str, x: Array, name: str, *dims: str | None) -> Array:
-        """Add to x·W of the einsum `equation` what the adapters of W add: scale·(x·A)·B.
+        """Add the adapters of W to x·W of the einsum `equation`: scale·(x·A)·B.
 
-        The sum of the two is rounded to the compute type, and neither before: a change below half
-        the last bit of x·W would vanish. out: as `multiply` gives it.
+        Only the sum is rounded to the compute type: otherwise a change below half the last bit of
+        x·W would vanish. out: from `multiply`.
 
-        Through the narrow A and B: the gradient of W, as wide as W, is never computed. For
-        "BTD,DNH->BTNH" the products are "BTD,Dr->BTr" and "BTr,rNH->BTNH".
+        The path is through the narrow A and B, so the gradient of W, as wide as W, is never
+        computed. For "BTD,DNH->BTNH" the products are "BTD,Dr->BTr" and "BTr,rNH->BTNH".
         """
         a, b = adapter_names(name)
         if getattr(self, a, None) is None:
@@ -255,7 +255,7 @@ class LayerModule(nnx.Module):
 
 
 class Attention(LayerModule):
-    """Self-attention over a KV cache, or over a call's tokens: it gives their keys and values."""
+    """Self-attention over a KV cache, or over a call's tokens, whose keys and values it returns."""
 
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -309,8 +309,8 @@ class Attention(LayerModule):
             return q, k, v
         dims = ("batch", None, "kv_heads", None, None)
         rows, width, embed = x_BTD.shape
-        # In wide steps the smaller array is cut: the weight, or the product on a device. XLA on GPU
-        # cuts the product at no cost, where queries are rotated and keys are written.
+        # In wide steps the smaller array is split: the weight, or the product on a device. XLA on
+        # GPU splits the product at no cost, when rotating queries and writing keys.
         if platform() != "gpu" and width > 1 and rows // shards("batch") * width > embed:
             q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *dims, part=slice(None, -2))
             k = self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=-2)
@@ -325,7 +325,7 @@ class Attention(LayerModule):
 
 
 class MLP(LayerModule):
-    """Feed-forward with a gate: SwiGLU or GeGLU (arXiv 2002.05202)."""
+    """Gated feed-forward: SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     names = (
         *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -334,7 +334,7 @@ class MLP(LayerModule):
 
     def __call__(self, x_BTD: Array) -> Array:
         # Rows and tokens as one axis: over two, XLA on CPU transposes the inputs of a weight's
-        # gradient and computes SiLU and its derivative once more.
+        # gradient and recomputes SiLU and its derivative.
         flat = axes("batch", None)
         x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
         if self.gate_up_proj is None:
@@ -352,7 +352,7 @@ class MLP(LayerModule):
 
 
 class Experts(LayerModule):
-    """Feed-forwards with a gate, of which a router chooses some for each token."""
+    """Gated feed-forwards, of which a router chooses a few for each token."""
 
     names = ("router", "expert_gate", "expert_up", "expert_down")
 
@@ -383,7 +383,7 @@ class DecoderLayer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); without pre norms
-    the inner ones are left out. A call returns `experts.Routed` too, None without any experts.
+    the inner ones are left out. A call also returns `experts.Routed`, None without experts.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
@@ -395,7 +395,7 @@ class DecoderLayer(nnx.Module):
         self.post_norms = self._norms(params, config.post_norms, "post_attn_norm", "post_mlp_norm")
 
     def _norms(self, params: dict[str, Array], present: bool, *names: str) -> nnx.List:
-        """Return the weights of the norms of attention and MLP; None where there are none."""
+        """Return the weights of the norms of attention and MLP; None if there are none."""
         return nnx.List([nnx.Param(params[name]) if present else None for name in names])
 
     def __call__(self, x_BTD, rope: Rope, place: Place, cache: Layer | None = None):
@@ -413,7 +413,7 @@ class DecoderLayer(nnx.Module):
         return x_BTD if weight is None else rms_norm(x_BTD, weight[...], self.config)
 
     def _add(self, x_BTD: Array, out_BTD: Array, weight: nnx.Param | None) -> Array:
-        """Add what attention or MLP gives, normed and scaled, to the residual stream."""
+        """Add the output of attention or MLP, normed and scaled, to the residual stream."""
         out_BTD = self._norm(out_BTD, weight)
         factor = self.config.residual_multiplier
         return x_BTD + (out_BTD if factor == 1.0 else factor * out_BTD)

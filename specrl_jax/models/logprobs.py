@@ -1,7 +1,7 @@
 """Log-probabilities over a vocabulary that may be split over "tensor".
 
-A mask and a sum pick a token's score, so that the gradient needs no scatter. Long responses go
-through the head in chunks, so that no device holds all of [B, T, V] at once.
+A mask and a sum select a token's score, so the gradient needs no scatter. Long responses go through
+the head in chunks, so no device holds all of [B, T, V] at a time.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jax import Array
 from specrl_jax.models.transformer import Transformer, compute_head, final_logits, head_logits
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
 
-# Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
+# Log-prob used instead of -inf if a rule accepted a token that truncation cuts off. Ratios with it
 # are finite, and so are their exponentials.
 CUT_OFF_LOGPROB = -50.0
 
 
 def pick(scores: Array, tokens: Array) -> Array:
-    """Return scores [..., V] at tokens [...]; exact, also where other scores are -inf."""
+    """Return scores [..., V] at tokens [...]; exact, even if other scores are -inf."""
     ids = reshard(jnp.arange(scores.shape[-1], dtype=jnp.int32), "vocab")[(None,) * tokens.ndim]
     return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
 
@@ -29,9 +29,9 @@ def pick(scores: Array, tokens: Array) -> Array:
 def token_logprobs(logits: Array, tokens: Array, support: Array | None = None) -> Array:
     """Return log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...].
 
-    support: int32 [..., k], the ids S that a truncated sampler allowed at each token, and -1; None:
-        all. Then it is log π(y) / Σ_{j in S} π(j) with S fixed, the "keep sampling mask" of
-        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Outside S it is `CUT_OFF_LOGPROB`, without
+    support: int32 [..., k], the ids S that a truncated sampler allowed at each token, padded with
+        -1; None: all. Then it is log π(y) / Σ_{j in S} π(j) with S fixed, the "keep sampling mask"
+        of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Outside S it is `CUT_OFF_LOGPROB`, without
         gradient.
     """
     if support is None:
@@ -44,7 +44,7 @@ def token_logprobs(logits: Array, tokens: Array, support: Array | None = None) -
 
 
 def scores_at(scores: Array, ids: Array) -> Array:
-    """Return scores [..., V] at ids int32 [..., k]; 0 where an id is -1."""
+    """Return scores [..., V] at ids int32 [..., k]; 0 if an id is -1."""
     inner = (None,) * (scores.ndim - 2)
 
     @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
@@ -56,12 +56,12 @@ def scores_at(scores: Array, ids: Array) -> Array:
     pieces = pick_own(
         reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None)
     )
-    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
+    # Not `psum`, which remains a collective operation in a CPU program that is not split.
     return jnp.sum(pieces, axis=-2)
 
 
 def own_ids(size: int, ids: Array) -> tuple[Array, Array]:
-    """Return the indices of ids in this device's `size` tokens of the vocabulary, and which are
+    """Return the indices of ids within this device's `size` tokens of the vocabulary, and which are
     among them; inside `shard_map`."""
     local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
     return local, (ids >= 0) & (local >= 0) & (local < size)
@@ -85,12 +85,12 @@ def map_tokens(
 ) -> Any:
     """Map `function(logits [B, t, V], inputs [B, t, ...], *shared)` over chunks of tokens.
 
-    t <= `chunk`. inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...];
-    the result has them joined, [B, T, ...]. shared: pytrees that every chunk gets whole.
+    t <= `chunk`. inputs is a pytree of arrays [B, T, ...]. The function returns arrays [B, t, ...];
+    the result has them joined, [B, T, ...]. shared: pytrees passed whole to every chunk.
 
-    Gradients reach the hidden states and the head, not the inputs. Where there are several chunks,
-    the backward pass recomputes their logits: one chunk's at a time is in memory there too. The
-    function's results are then floats, and it closes over no traced array.
+    Gradients flow to the hidden states and the head, not to the inputs. With several chunks the
+    backward pass recomputes their logits, so only one chunk's are in memory. The function's results
+    are then floats, and it closes over no traced array.
     """
     if hidden_BTD.shape[1] <= chunk:
         return function(model.logits(hidden_BTD), inputs, *shared)
@@ -127,7 +127,7 @@ def _map_chunks_forward(
 def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
     stored_VD, head_VD, hidden_BTD, inputs, shared = saved
     layout = jax.typeof(stored_VD).sharding.spec
-    # Each shard of the batch has a sum of its own, of its rows: the loop sums over no devices.
+    # Each batch shard has its own sum, over its rows: the loop does not sum over devices.
     start = jnp.zeros(
         (shards("batch"), *head_VD.shape), jnp.float32, out_sharding=axes("batch", "vocab", None)
     )
@@ -160,7 +160,7 @@ _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
 
 
 def _by_shard(array: Array, *dims: str | None) -> Array:
-    """Reshape [B, ...] → [X, B / X, ...], X shards of the batch; `axes` lay out the others."""
+    """Reshape [B, ...] → [X, B / X, ...], X batch shards; `axes` lay out the other axes."""
     shape = (shards("batch"), -1, *array.shape[1:])
     return jnp.reshape(array, shape, out_sharding=axes("batch", None, *dims))
 
@@ -171,7 +171,7 @@ def scan_chunks(step: Callable, carry, arrays, chunk: int):
     multiple = width // chunk * chunk
 
     def reshape(x: Array, *shape: int) -> Array:
-        # With its layout: a reshape of a single row would lose the split of the batch.
+        # With its layout: reshaping a single row would lose the split of the batch.
         return jnp.reshape(x, shape, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     def cut(x: Array) -> Array:  # [B, n * chunk, ...] → [n, B, chunk, ...]

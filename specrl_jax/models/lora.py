@@ -1,9 +1,9 @@
 """Adapters as a change of the parameter tree (LoRA, arXiv 2106.09685).
 
-What is trained is a tree of A [L, in, r] and B [L, r, out]; `adapted` joins it with the base
+The trained tree consists of A [L, in, r] and B [L, r, out]; `adapted` joins it with the base
 weights. Updates, rollouts and evaluations compute x·W + scale·(x·A)·B (`layers.LayerModule.adapt`).
 W + scale·A·B (`merge`) is for exports and for a critic that starts as a copy of the policy: rounded
-to bfloat16 it would not move until A·B is as large as the last bit of W.
+to bfloat16 it would not change until A·B is as large as the last bit of W.
 """
 
 import functools
@@ -58,7 +58,7 @@ def adapter_count(model: ModelConfig) -> int:
 
 
 def freeze(model: ModelConfig, params: Params) -> Params:
-    """Return weights as they lie beside adapters: in the compute type, but for `is_float32`."""
+    """Return weights as stored next to adapters: in the compute type, except for `is_float32`."""
 
     def cast(path: tuple, x: Array) -> Array:
         return x if is_float32(path[-1].key) else x.astype(model.dtype)
@@ -80,11 +80,11 @@ def merge(model: ModelConfig, params: Params) -> Params:
             merged[name] = merged[name].astype(jnp.float32) + model.lora.scale * product
         return merged
 
-    # In a loop: as many products as there are weights would take long to compile.
+    # In a loop: unrolled over all weights, the products would take long to compile.
     layers = jax.lax.map(merge_layer, params["layers"])
     return jax.tree.map(lambda x: x.astype(jnp.float32), params | {"layers": layers})
 
 
 def adapters_of(params: Params) -> Params:
-    """Return the adapters of `adapted`'s weights, as the tree of `init_adapters`."""
+    """Return the adapters in `adapted`'s weights, as the tree of `init_adapters`."""
     return {"layers": {name: x for name, x in params["layers"].items() if name in ADAPTERS}}

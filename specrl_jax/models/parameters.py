@@ -1,4 +1,4 @@
-"""Every parameter of a decoder, once: its axes, layout and name in Hugging Face's files.
+"""Every parameter of a decoder, listed once: its axes, layout and name in Hugging Face's files.
 
 Axes are letters: V vocabulary, D embed (d: never split over devices), F feed-forward, N query
 heads, K key/value heads, H head dim, E experts, r rank of adapters.
@@ -13,7 +13,7 @@ from jax import Array
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
 
-Params = dict[str, Array | dict[str, Array]]  # all of a decoder, or adapters; layers stacked
+Params = dict[str, Array | dict[str, Array]]  # of a whole decoder, or adapters; layers stacked
 
 _LOGICAL_AXES = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads"}
 _SIZES = {
@@ -34,8 +34,8 @@ class Parameter(NamedTuple):
 
     axes: str  # one letter each
     file_axes: str  # of the file's tensor; "NH,D" is a matrix of N·H rows and D columns
-    file_name: str  # "{}" is the layer, and the expert where each has a tensor
-    switch: str = ""  # the property of `ModelConfig` that it needs, if any
+    file_name: str  # "{}" is the layer, and the expert if each has a tensor
+    switch: str = ""  # the property of `ModelConfig` that it requires, if any
 
     @property
     def layout(self) -> tuple[str | None, ...]:
@@ -53,14 +53,14 @@ class Parameter(NamedTuple):
         return tuple(self.size(config, group) for group in self.file_axes.split(","))
 
     def in_file_order(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of our array, its axes in the order of the file's."""
+        """Return a view of our array with its axes in the file's order."""
         order = self.file_axes.replace(",", "")
         own = self.axes.removeprefix("E") if self.per_expert else self.axes
         return array.transpose([own.index(axis) for axis in order])
 
     @property
     def per_expert(self) -> bool:
-        """Return whether each expert's part is a tensor of its own in files."""
+        """Return whether files store each expert's part as a separate tensor."""
         return "E" in self.axes and "E" not in self.file_axes
 
     def fan_in(self, config: ModelConfig) -> int:
@@ -84,7 +84,7 @@ TOP = {
 LAYER = {
     "attn_norm": _layer("d", "d", "input_layernorm.weight", "pre_norms"),
     "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight", "no_post_norms"),
-    # With norms after attention and MLP as well, files use that name for the former.
+    # With norms before and after attention and MLP, files use that name for the former.
     "post_attn_norm": _layer("d", "d", "post_attention_layernorm.weight", "post_norms"),
     "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "both_norms"),
     "post_mlp_norm": _layer("d", "d", "post_feedforward_layernorm.weight", "post_norms"),
@@ -114,7 +114,7 @@ LAYER = {
 
 
 def file_name_of(family: str, name: str) -> str:
-    """Return the name in a family's files of the tensor that holds a parameter of a layer."""
+    """Return the name, in a family's files, of the tensor that contains a layer's parameter."""
     fused = FAMILIES[family].fused.get(name)
     return f"{_IN_LAYER}{fused}" if fused else LAYER[name].file_name
 
@@ -135,13 +135,13 @@ def _adapters(name: str, weight: Parameter) -> dict[str, Parameter]:
     }
 
 
-# Weights of a layer that may have adapters, and the adapters of each (LoRA, arXiv 2106.09685).
+# Weights of a layer that can have adapters, and the adapters of each (LoRA, arXiv 2106.09685).
 ADAPTED = tuple(n for n, p in LAYER.items() if "," in p.file_axes and "E" not in p.axes)
 ADAPTERS = {n: p for name in ADAPTED for n, p in _adapters(name, LAYER[name]).items()}
 
 
 def is_float32(name: str) -> bool:
-    """Return whether a parameter is computed with in float32 whatever the compute type is."""
+    """Return whether a parameter is used in float32 regardless of the compute type."""
     return name.endswith(("norm", "router"))
 
 

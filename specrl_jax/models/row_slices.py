@@ -1,7 +1,7 @@
-"""Reads and writes of slots from a start for each row: the one place for their backends.
+"""Reads and writes of slots from a per-row start, with all their backends in one place.
 
-XLA on TPU turns slices with a start per row into a loop over the rows. So the slots are named one
-by one there, which gives the same arrays.
+XLA on TPU turns slices with a per-row start into a loop over the rows. So there the slots are
+indexed one by one, with the same result.
 """
 
 import jax
@@ -26,7 +26,7 @@ def gather_tokens(array: Array, slots_BT: Array) -> Array:
 
 
 def put_tokens(array: Array, values: Array, slots_BT: Array) -> Array:
-    """Return [B, S, ...] with values [B, T, ...] in slots int32 [B, T]; from S on they are lost."""
+    """Return [B, S, ...] with values [B, T, ...] in slots int32 [B, T]; slots >= S are dropped."""
     return jax.vmap(lambda row, new, slots: row.at[slots].set(new, mode="drop"))(
         array, values, slots_BT
     )
@@ -35,8 +35,8 @@ def put_tokens(array: Array, values: Array, slots_BT: Array) -> Array:
 def write_slots(array: Array, values: Array, starts_B: Array, axis: int = 1) -> Array:
     """Return the array with T slots of every row written from `starts` on; needs start + T <= S.
 
-    array: [B, S, ...]; values: [B, T, ...]; axis: of S and T, if it is another one.
-    starts: int32 [B]. A start that is too large writes over earlier slots.
+    array: [B, S, ...]; values: [B, T, ...]; axis: of S and T, if not 1.
+    starts: int32 [B]. A start that is too large overwrites earlier slots.
     """
     write = _write_indices if platform() == "tpu" else jax.lax.dynamic_update_slice_in_dim
     return jax.vmap(lambda row, new, start: write(row, new, start, axis - 1))(
@@ -56,7 +56,7 @@ def _write_indices(row: Array, values: Array, start: Array, axis: int) -> Array:
 
 
 def count_leading(accept_BW: Array, lens_B: Array) -> Array:
-    """Count the leading True within each row's first `lens` entries, int32 [B]."""
+    """Count the leading True values within each row's first `lens` entries, int32 [B]."""
     width = accept_BW.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(accept_BW & (offsets < lens_B[:, None]), width, offsets), axis=1)

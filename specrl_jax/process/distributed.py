@@ -1,7 +1,7 @@
-"""Several processes as one run: they start together, and they end together.
+"""Several processes as one run: they start together and end together.
 
-JAX's coordination service connects them. It notices a process that ends or gives no sign of life,
-and ends the others. Where a collective fails first, its error does.
+JAX's coordination service connects them. It notices when a process ends or stops responding, and
+ends the others. If a collective fails first, its error does.
 """
 
 import contextlib
@@ -17,31 +17,31 @@ import jax
 from specrl_jax import hosts
 from specrl_jax.command_line import cli
 
-SILENCE_S = 60  # seconds without a sign of life, after which JAX counts a process as lost
-GRACE_S = 5.0  # in which the others may say what ended them, before process 0 ends them too
+SILENCE_S = 60  # seconds without a heartbeat after which JAX considers a process lost
+GRACE_S = 5.0  # for the others to report what ended them, before process 0 ends them too
 JOIN_S = 300  # until all processes have started
-AUTO = "auto"  # a coordinator that Slurm, a TPU pod, Open MPI or Kubernetes name
-_LOST = "another process of the run has ended, see its output; start all processes again to go on"
+AUTO = "auto"  # a coordinator named by Slurm, a TPU pod, Open MPI or Kubernetes
+_LOST = "another process of the run has ended, see its output; start all processes again to resume"
 
 
 @contextlib.contextmanager
 def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1) -> Iterator[None]:
-    """Join this process to the run's others, if there are any, until the `with` block ends.
+    """Join the run's other processes, if there are any, until the `with` block ends.
 
-    coordinator: HOST:PORT of process 0, any free port there; or `AUTO`; "" is `AUTO` in a step of
-    Slurm with several tasks or where a TPU pod's environment names several workers.
-    num_processes, process_id: of the run, and this one's from 0; with HOST:PORT. 1 process stays
-    alone anywhere.
+    coordinator: HOST:PORT of process 0, any free port there; or `AUTO`; "" means `AUTO` in a Slurm
+    step with several tasks or if a TPU pod's environment names several workers.
+    num_processes, process_id: of the run, and this one's from 0; with HOST:PORT. 1 process always
+    runs alone.
 
-    An error that leaves the block ends this process at once, with its message and exit status: a
-    shutdown would wait for the others. Processes other than the primary print errors alone. Raises
-    ValueError in one line for arguments that do not fit, or where the processes do not meet.
+    An error that leaves the block ends this process immediately, with its message and exit status:
+    a shutdown would wait for the others. Processes other than the primary print only errors.
+    Raises a one-line ValueError for invalid arguments, or if the processes cannot connect.
     """
     if not _join(coordinator, num_processes, process_id):
         yield
         return
     if not hosts.is_primary():
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - to the process's end
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until process end
     try:
         yield
         hosts.gather(None)  # the others may have more to write
@@ -54,7 +54,7 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
 
 
 def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
-    """Join the other processes of the run; return False where there are none."""
+    """Join the other processes of the run; return False if there are none."""
     if num_processes == 1:
         return False
     by_hand = coordinator not in ("", AUTO)
@@ -69,7 +69,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         return False
     if by_hand and process_id == 0:
         _check_port(coordinator)
-    # Its handler would take SIGTERM, which would then not end a process outside its loop.
+    # Its handler would catch SIGTERM, which would then not end a process outside its loop.
     jax.config.update("jax_enable_preemption_service", False)
     print(f"joining the run's other processes, at most {JOIN_S} s", flush=True)
     try:
@@ -88,7 +88,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
 
 
 def _check_port(coordinator: str) -> None:
-    """Raise ValueError where the port of HOST:PORT cannot be listened at on this machine."""
+    """Raise ValueError if this machine cannot listen on the port of HOST:PORT."""
     port = coordinator.rpartition(":")[2]
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"--coordinator must be HOST:PORT, got {coordinator!r}")

@@ -1,6 +1,6 @@
 """Accelerators of this machine, and whether JAX's installed packages can use them.
 
-Imports the standard library alone: a notebook asks before anything is installed.
+Imports only the standard library: a notebook uses it before anything is installed.
 """
 
 import importlib.metadata
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path("/")
-# By which files of the system an NVIDIA GPU shows. The third is that of WSL. The last is there in a
-# container that was started without its GPUs, too.
+# Files that reveal an NVIDIA GPU. The third is for WSL. The last exists in a container that was
+# started without its GPUs, too.
 _NVIDIA_FILES = (
     "dev/nvidia[0-9]*",
     "dev/nvidiactl",
@@ -18,8 +18,8 @@ _NVIDIA_FILES = (
     "proc/driver/nvidia/gpus/*",
 )
 _GOOGLE = "0x1ae0"  # as vendor of a PCI device
-# Set on TPU machines. TPU_NAME is left out, as users set it where they command one from afar;
-# NVIDIA_VISIBLE_DEVICES is no sign of a GPU either: NVIDIA's images set it on every machine.
+# Set on TPU machines. TPU_NAME is left out, as users set it to control one remotely;
+# NVIDIA_VISIBLE_DEVICES does not reveal a GPU either: NVIDIA's images set it on every machine.
 _TPU_VARIABLES = ("COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
 _NAMES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 _PACKAGES = {"cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"), "tpu": ("libtpu",)}
@@ -27,7 +27,7 @@ _ABSENT = {"cuda": "JAX's CUDA plugin is not installed", "tpu": "libtpu is not i
 
 
 def accelerator(root: Path = ROOT, variables: Mapping[str, str] = os.environ) -> str:
-    """Return the extra of JAX that this machine's accelerator needs: cuda, tpu, or "" without one.
+    """Return the JAX extra that this machine's accelerator needs: cuda, tpu, or "" if it has none.
 
     root: of the file system. variables: of the environment.
     """
@@ -43,12 +43,12 @@ def accelerator(root: Path = ROOT, variables: Mapping[str, str] = os.environ) ->
 
 
 def command(extra: str) -> str:
-    """Return the command that installs what an accelerator needs, for the jax that is installed."""
+    """Return the command that installs what an accelerator needs, for the installed jax."""
     return f"pip install 'jax[{extra}]=={_version('jax')}'"
 
 
 def misfit(extra: str) -> str:
-    """Say why the installed packages cannot use an accelerator; "" where they can."""
+    """Return why the installed packages cannot use an accelerator; "" if they can."""
     versions = {name: found for name in _PACKAGES[extra] if (found := _version(name))}
     if not versions:
         return _ABSENT[extra]
@@ -60,18 +60,18 @@ def misfit(extra: str) -> str:
 
 
 def unused(extra: str, said: str, root: Path = ROOT) -> str:
-    """Return a warning of one line: JAX leaves the accelerator alone, why, and what to do.
+    """Return a one-line warning: JAX ignores the accelerator, why, and what to do.
 
-    said: why JAX does so in its own words, if it gave any.
+    said: JAX's own explanation, if it gave one.
     """
     why = misfit(extra) or said or "JAX could not start it"
-    mend = f"{command(extra)} mends it"
+    mend = f"{command(extra)} fixes it"
     if extra == "cuda" and not any(_exist(root, pattern) for pattern in _NVIDIA_FILES[:3]):
         why = "/dev has none"
         mend = "start the container with its GPUs, as docker run --gpus=all does"
     return (
-        f"warning: this machine has {_NAMES[extra]} and JAX computes on the CPU: {why}; {mend} "
-        "(JAX_PLATFORMS=cpu: the CPU is meant)"
+        f"warning: this machine has {_NAMES[extra]} but JAX computes on the CPU: {why}; {mend} "
+        "(JAX_PLATFORMS=cpu: the CPU is intended)"
     )
 
 
@@ -80,7 +80,7 @@ def _exist(root: Path, pattern: str) -> bool:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package; "" where it is not installed."""
+    """Return the version of an installed package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Setup of a process: compilation cache, devices, mesh, lock; and a count of its programs."""
+"""Process setup: compilation cache, devices, mesh, lock; also counts compiled programs."""
 
 import contextlib
 import fcntl
@@ -18,15 +18,15 @@ from specrl_jax.sharding import make_mesh, rollout_mesh
 
 
 def start(config, *, given=(), training: bool = True, devices=None) -> None:
-    """Check `config` and set its mesh for this process; ValueError in one line.
+    """Check `config` and set its mesh for this process; raise a one-line ValueError.
 
-    given: fields that the user has set, each of which must have an effect. training: whether the
-    batches of training must fit the mesh. devices: of the mesh, by default those at hand.
+    given: fields set by the user, each of which must have an effect. training: whether training
+    batches must fit the mesh. devices: of the mesh, by default those of this machine.
     """
     registry.load(config.recipes)
     schema().validate(config, given)
     use_compilation_cache()
-    compile_metrics()  # counts from here on
+    compile_metrics()  # counting starts here
     devices = all_devices() if devices is None else devices
     of_rollouts = config.mesh.rollout_devices if training else 0
     most = len(devices) - 1 if jax.process_count() == 1 else 0
@@ -43,10 +43,10 @@ def start(config, *, given=(), training: bool = True, devices=None) -> None:
 
 
 def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
-    """Return JAX's devices; where it leaves an accelerator alone, say so in a line on stderr.
+    """Return JAX's devices; if it ignores an accelerator, report so in a line on stderr.
 
-    root: of the file system that tells what the machine has. Raises ValueError in one line where
-    JAX cannot start its devices.
+    root: of the file system that describes the machine. Raises a one-line ValueError if JAX cannot
+    start its devices.
     """
     extra = hardware.accelerator(root)
     with _caught_log() as records:
@@ -54,11 +54,11 @@ def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
             devices = jax.devices()
         except (RuntimeError, AssertionError) as error:
             why = (extra and hardware.misfit(extra)) or str(error).partition("\n")[0]
-            why = why or "a platform that it was asked for is not installed"
-            mend = f"; {hardware.command(extra)} may mend it" if extra else ""
+            why = why or "a requested platform is not installed"
+            mend = f"; {hardware.command(extra)} may fix it" if extra else ""
             asked = os.environ.get("JAX_PLATFORMS", "")
             if asked and "cpu" not in asked:
-                mend += f"; JAX_PLATFORMS={asked} asks for it, without it JAX takes what it finds"
+                mend += f"; JAX_PLATFORMS={asked} requests it, without it JAX takes what it finds"
             raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
     if extra and devices[0].platform == "cpu":
         if not _wants_cpu(extra):
@@ -67,14 +67,14 @@ def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
             _say_once(hardware.unused(extra, said, root))
         return devices
     if extra and (why := hardware.misfit(extra)):
-        _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} mends it")
+        _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} fixes it")
     for record in records:
         logging.getLogger(record.name).handle(record)
     return devices
 
 
 def _wants_cpu(extra: str) -> bool:
-    """Return whether the user asked for computing without the accelerator."""
+    """Return whether the user has asked to compute without the accelerator."""
     platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME", "")
     hidden = extra == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     return platforms.startswith("cpu") or hidden
@@ -82,7 +82,7 @@ def _wants_cpu(extra: str) -> bool:
 
 @contextlib.contextmanager
 def _caught_log() -> Iterator[list[logging.LogRecord]]:
-    """Gather what JAX would log of its devices, which can be a traceback of 30 lines."""
+    """Collect what JAX would log about its devices, which can be a traceback of 30 lines."""
     records: list[logging.LogRecord] = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -103,7 +103,7 @@ def _say_once(line: str) -> None:
 
 
 def machine() -> dict:
-    """Describe the primary's machine, on which seconds depend, in values that JSON keeps."""
+    """Describe the primary's machine, which timings depend on, as values that JSON preserves."""
     device = jax.devices()[0]
     processes = jax.process_count()
     own = {
@@ -140,12 +140,12 @@ def compile_metrics() -> dict[str, float]:
 
 @functools.cache
 def _compilations() -> tuple[list[float], list[str]]:
-    """Return seconds of every program, and an item for each that was read from the cache."""
+    """Return the seconds of every program, and an item for each read from the cache."""
     seconds: list[float] = []
     hits: list[str] = []
 
     def note_seconds(event: str, duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):  # also of a program read from the cache
+        if event.endswith("backend_compile_duration"):  # also for a program read from the cache
             seconds.append(duration)
 
     def note_hit(event: str, **_) -> None:
@@ -159,9 +159,9 @@ def _compilations() -> tuple[list[float], list[str]]:
 
 @contextlib.contextmanager
 def only_process(workdir: Path) -> Iterator[None]:
-    """Lock `workdir` until this process ends in whatever way; the primary does so for all.
+    """Lock `workdir` until this process ends in any way; the primary does so for all.
 
-    Raises ValueError where another process has the lock.
+    Raises ValueError if another process has the lock.
     """
     if not hosts.is_primary():
         yield

@@ -1,4 +1,4 @@
-"""Requests to stop a run: the first Ctrl-C is never lost, from before the slow imports on."""
+"""Requests to stop a run: the first Ctrl-C is never lost, even before the slow imports."""
 
 import contextlib
 import signal
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 
 class StopRequest:
-    """First SIGINT (Ctrl-C) within a `with` block, and first SIGTERM while steps are made.
+    """First SIGINT (Ctrl-C) within a `with` block, and first SIGTERM while steps run.
 
-    In `finishing_steps` a loop finishes its step, saves and leaves. Outside it SIGINT raises
-    KeyboardInterrupt, as always; where Python drops that exception, in a finalizer or a library's
-    callback, `finishing_steps` raises it again. A second signal ends the process at once.
+    In `finishing_steps` a loop finishes its step, saves and exits. Outside it SIGINT raises
+    KeyboardInterrupt, as always; if Python drops that exception, in a finalizer or a library's
+    callback, `finishing_steps` raises it again. A second signal ends the process immediately.
     """
 
     def __init__(self):
@@ -21,7 +21,7 @@ class StopRequest:
         return bool(self.name)
 
     def agreed(self) -> bool:
-        """Return whether any process got a signal. All processes call it at the same place."""
+        """Return whether any process got a signal. All processes must call it at the same point."""
         from specrl_jax import hosts  # imports JAX
 
         self.name = next(filter(None, hosts.gather(self.name)), "")
@@ -36,7 +36,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def finishing_steps(self) -> Iterator[None]:
-        """Have a signal wait for the end of a step; KeyboardInterrupt where one came before."""
+        """Defer a signal to the end of a step; raise KeyboardInterrupt if one came earlier."""
         if self.name:
             raise KeyboardInterrupt
         before = signal.signal(signal.SIGTERM, self._note)

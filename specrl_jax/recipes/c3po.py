@@ -1,4 +1,4 @@
-"""C3PO (arXiv 2506.14731, section 3): an update takes as many tokens as a budget holds.
+"""C3PO (arXiv 2506.14731, section 3): an update uses as many tokens as fit in a budget.
 
 NumPy, on the host; a generator with the same seed gives every process the same rows.
 """
@@ -22,24 +22,24 @@ def cut_to_budget(
 ) -> np.ndarray:
     """Return the lengths int [n] to which an update cuts its rows; 0: a row is left out.
 
-    Rows are taken in random order until they hold `budget` tokens. The last one is cut there, the
-    others are left out. All rows stay whole where they hold fewer tokens. Worked row: budget 5,
-    rows of 3, 2 and 4 tokens in the order 2, 0, 1 give 1, 0, 4.
+    Rows are taken in random order until they have `budget` tokens. The last one is cut there, the
+    rest are left out. All rows stay whole if they have fewer tokens. Worked row: budget 5, rows of
+    3, 2 and 4 tokens in the order 2, 0, 1 give 1, 0, 4.
 
     lens: int [n], slots of the responses.
-    mask: bool [n, R], the policy's tokens in them; an environment's tokens may lie between.
+    mask: bool [n, R], the policy's tokens in them; environment tokens may lie in between.
     budget: tokens of the policy, >= 1.
     """
     counts = np.sum(mask, axis=1)
     order = rng.permutation(len(mask))
-    left = np.empty_like(counts)  # of the budget, after the rows before; it may be below 0
+    left = np.empty_like(counts)  # of the budget, after the previous rows; may be negative
     left[order] = budget - np.cumsum(counts[order]) + counts[order]
     earlier = np.cumsum(mask, axis=1) - mask
     return np.minimum(lens, np.sum(earlier < left[:, None], axis=1))
 
 
 class TokenBudget(Stage):
-    """Rows of each mini-batch are cut to a budget of tokens."""
+    """Cuts the rows of each mini-batch to a budget of tokens."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -70,7 +70,7 @@ STAGE = TokenBudget
 METRICS = {"update/budget_filled": ("tokens that the updates take / updates.token_budget", "1")}
 # fmt: off
 SECTIONS = (Section("updates", "", (
-    field("token_budget", 0, "C3PO: tokens of an update, from rows in random order; 0: all rows",
+    field("token_budget", 0, "C3PO: tokens per update, from rows in random order; 0: all rows",
           integer()),
 ), may_change=NEW_RUN),)
 # fmt: on
@@ -91,7 +91,7 @@ def _rules(config: Values) -> Iterator[Check]:
     rule = f"0 {where} (it may leave the solution out)"
     yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
     by_token = config.meaning("algorithm.aggregation") is TOKEN_MEAN
-    yield "algorithm.aggregation", f"token {where} (it is what the sum is divided by)", by_token
+    yield "algorithm.aggregation", f"token {where} (the sum is divided by it)", by_token
 
 
 RULES = (_rules,)

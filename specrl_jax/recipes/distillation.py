@@ -1,20 +1,20 @@
 """On-policy distillation: a teacher scores the student's own tokens (arXiv 2306.13649).
 
-The loss of a context is c·KL(π ‖ π_T), from the student to the teacher, at the temperature of the
-rollout. Contexts count as they were sampled: what a token does to later ones has no gradient.
+The loss of a context is c·KL(π ‖ π_T), from the student to the teacher, at the rollout's
+temperature. Contexts count as sampled: a token's effect on later ones has no gradient.
 
     full     Σ_v π(v)·(log π(v) − log π_T(v)), over the whole vocabulary; the teacher runs in each
-             update, and its logits lie beside the student's
+             update, and its logits are in memory with the student's
     score    r·d with the gradient r·d·∇log π(y), d = log π(y) − log π_T(y),  r = π(y) / π_old(y);
-             the teacher runs once a step, and one number of each token is kept
+             the teacher runs once a step, and one number per token is kept
 
-The mean of the second over y ~ π_old is the first, and so is the mean of its gradient. A `score` of
-a token has its importance weight; `full` is exact at each context and needs none. By default the
-teacher alone teaches, as in TRL, SkyRL and Tinker; `distill.reward_weight` is the factor of the
-advantages from rewards beside it.
+The mean of the second over y ~ π_old is the first, and so is the mean of its gradient. A token's
+`score` has its importance weight; `full` is exact at each context and needs none. By default there
+is only the teacher's loss, as in TRL, SkyRL and Tinker; `distill.reward_weight` scales advantages
+from rewards, which are added.
 
 Worked example: π = (0.5, 0.5) and π_T = (0.8, 0.2) have d = (−0.470, 0.916) and KL 0.223. The
-gradient by the first logit is −0.347 in both: 0.5·(−0.470 − 0.223).
+gradient with respect to the first logit is −0.347 in both: 0.5·(−0.470 − 0.223).
 
     python launch/train.py --config=configs/grpo.py:micro --config.distill.teacher=EXPORTED
 """
@@ -54,7 +54,7 @@ FIELD = "distill.teacher"
 def full_kl(logits: Array, teacher_logits: Array) -> Array:
     """Return KL(π ‖ π_T) in nats [...] of softmax(logits) [..., V]; carries the gradient.
 
-    A token that the student cannot sample, of logit -inf, counts with 0.
+    A token that the student cannot sample (logit -inf) counts as 0.
     """
     logprobs = jax.nn.log_softmax(logits)
     teacher = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_logits))
@@ -86,7 +86,7 @@ class TeacherKl(LossTerm):
 class FullKl(TeacherKl):
     """c·KL(π ‖ π_T) of each context, from the logits of both."""
 
-    scores_tokens = False  # the stage has to
+    scores_tokens = False  # the stage does that
 
     def token_inputs(self, frozen: Params, sequences: Sequences, columns: Mapping) -> Array:
         """Return the teacher's states before each token, [m, T, D]."""
@@ -120,7 +120,7 @@ class ScoreKl(TeacherKl):
 
 
 def _as_wide(logits: Array, size: int) -> Array:
-    """Return logits of `size` tokens: vocabularies are padded to sizes of their own."""
+    """Return logits of `size` tokens: vocabularies are padded to different sizes."""
     missing = size - logits.shape[-1]
     if missing == 0:
         return logits
@@ -134,7 +134,7 @@ ESTIMATORS = {"full": FullKl, "score": ScoreKl}
 
 
 class Distillation(LossTerm):
-    """Makes the term that `distill.estimator` names."""
+    """Makes the term selected by `distill.estimator`."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -150,7 +150,7 @@ class Distillation(LossTerm):
 
 
 class Teacher(FrozenModel):
-    """Weights that `distill.teacher` names, read as those of `model.source` are."""
+    """Weights from `distill.teacher`, read like those of `model.source`."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -162,7 +162,7 @@ class Teacher(FrozenModel):
 
     @staticmethod
     def load(config, tokenizer: Tokenizer) -> tuple[ModelConfig, Params]:
-        """Return the teacher's shape and float32 weights; ValueError where its tokens differ."""
+        """Return the teacher's shape and float32 weights; ValueError if its tokens differ."""
         source = config.distill.teacher
         check_tokens(source, tokenizer)
         return load_policy(
@@ -175,16 +175,16 @@ class Teacher(FrozenModel):
 
 
 def _as_policy(config) -> Any:
-    """Return the configuration whose policy the teacher is."""
+    """Return a configuration with the teacher as its policy."""
     config = config.copy_and_resolve_references()
     config.model.source = config.distill.teacher
-    config.model.remat = False  # nothing goes back through it
+    config.model.remat = False  # nothing is backpropagated through it
     config.lora.rank = 0
     return config
 
 
 def check_tokens(source: str, tokenizer: Tokenizer) -> None:
-    """Raise ValueError in one line where a model's tokenizer has not all tokens of the policy's."""
+    """Raise a one-line ValueError if a model's tokenizer lacks any of the policy's tokens."""
     theirs = HuggingFaceTokenizer(source, False, FIELD).vocab
     for token, index in sorted(tokenizer.vocab.items(), key=lambda pair: pair[1]):
         if theirs.get(token) != index:
@@ -196,7 +196,7 @@ def check_tokens(source: str, tokenizer: Tokenizer) -> None:
 
 
 class Scores(Stage):
-    """Log-probs of the tokens under the teacher, where the term reads them; advantages weighed."""
+    """Log-probs of the tokens under the teacher, if the term reads them; scales advantages."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -228,13 +228,13 @@ METRICS = {"policy/teacher_kl": ("KL of the policy to the teacher per token", "n
 TAUGHT = When("distill.teacher", lambda c: c.distill.teacher, "MODEL")
 # fmt: off
 SECTIONS = (Section("distill", "a teacher scores the policy's own tokens", (
-    field("teacher", "", '"": none | directory | .gguf | pypi:WHEEL | hub id, of the same tokens',
+    field("teacher", "", '"": none | directory | .gguf | pypi:WHEEL | hub id, with the same tokens',
           TEXT),
     field("coef", 1.0, "weight of the KL from the policy to the teacher", WEIGHT,
           may_change=NEW_RUN),
     field("estimator", "full", "full (sum over the vocabulary) | score (of the sampled token)",
           choice(lambda: ESTIMATORS), may_change=NEW_RUN),
-    field("reward_weight", 0.0, "factor of advantages from rewards; 0: the teacher alone", FINITE,
+    field("reward_weight", 0.0, "factor of advantages from rewards; 0: teacher only", FINITE,
           neutral=0.0, may_change=NEW_RUN),
 ), on=TAUGHT),)
 # fmt: on
@@ -247,7 +247,7 @@ def _rules(config: Values) -> Iterator[Check]:
     rule = f"another one {where} (a teacher teaches tokens, not pairs)"
     yield "algorithm.objective", rule, config.meaning("algorithm.objective").by_token
     scores = config.meaning("distill.estimator").scores_tokens
-    rule = f"full {where} and algorithm.keep_sampling_mask is True (the teacher cuts none off)"
+    rule = f"full {where} and algorithm.keep_sampling_mask is True (the teacher is not truncated)"
     yield "distill.estimator", rule, not (scores and config.algorithm.keep_sampling_mask)
 
 

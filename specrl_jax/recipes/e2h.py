@@ -13,13 +13,13 @@ from specrl_jax.types import Example
 
 
 class EasyToHard(Chooser):
-    """Draws levels of difficulty by a schedule from easy to hard.
+    """Draws difficulty levels by a schedule from easy to hard.
 
     The prompts form K levels. With `settings.levels` > 0 the prompts are sorted by difficulty, ties
-    by prompt_id, and cut into that many levels of equal size; else each difficulty is a level.
-    Progress p is the share of the run's steps that are done. For each prompt of a batch a level is
-    drawn, level k with probability `SCHEDULES[settings.schedule](p, K, settings)[k]`, and then one
-    of the level's free prompts. A level without free prompts is not drawn.
+    by prompt_id, and split into that many levels of equal size; otherwise each difficulty is a
+    level. Progress p is the share of the run's steps that are done. For each prompt of a batch a
+    level is drawn, level k with probability `SCHEDULES[settings.schedule](p, K, settings)[k]`, then
+    one of the level's free prompts. A level without free prompts is not drawn.
     """
 
     def __init__(self, encoded: EncodedDataset, *args: Any):
@@ -50,7 +50,7 @@ class EasyToHard(Chooser):
         left = np.diff(ends, prepend=0)
         chosen = []
         for _ in range(count):
-            # Levels of share 0 are drawn, all alike, only where the other levels are empty.
+            # Levels with share 0 are drawn, uniformly, only if the other levels are empty.
             odds = np.where(left > 0, np.maximum(shares, np.finfo(float).tiny), 0.0)
             level = rng.choice(size, p=odds / odds.sum())
             left[level] -= 1
@@ -60,7 +60,7 @@ class EasyToHard(Chooser):
 
 
 def _classic(progress: float, levels: int, settings: Any) -> np.ndarray:
-    """Return the share 1 for one level: one level after another, for equally many steps."""
+    """Return share 1 for one level: one level after another, for equally many steps."""
     return np.eye(levels)[min(int(progress * levels), levels - 1)]
 
 

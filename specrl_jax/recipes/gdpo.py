@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): the rewards of a sum are normalised apart, each in its group."""
+"""GDPO (arXiv 2601.05242): the rewards of a sum are normalised separately within each group."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from specrl_jax.config.fields import Check, Values
 from specrl_jax.inputs import reward_terms
 from specrl_jax.sharding import put
 
-# Rewards that cancel leave a share of what they are, from rounding and from ε.
+# Rewards that cancel leave this share of themselves, from rounding and ε.
 CANCELLED = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoupledConfig(AdvantageConfig):
     names: tuple[str, ...] = ()  # of the functions of the sum
-    weights: tuple[float, ...] = ()  # of K rewards; the penalty of length, if any, is the last
+    weights: tuple[float, ...] = ()  # of K rewards; a length penalty, if any, is the last
 
     @classmethod
     def of(cls, config, group_size: int) -> "DecoupledConfig":
@@ -29,17 +29,17 @@ class DecoupledConfig(AdvantageConfig):
 
 
 def group_decoupled(rewards: Array, config: DecoupledConfig) -> Array:
-    """Return the advantage [B] of a response by K rewards (GDPO, arXiv 2601.05242, section 3).
+    """Return the advantage [B] of a response from K rewards (GDPO, arXiv 2601.05242, section 3).
 
         Aᵢ = Σₖ wₖ·Aᵢₖ / (std(Σₖ wₖ·Aₖ) + ε),    Aᵢₖ: `group_relative` of reward k
 
-    Each reward is normalised in its group before the sum, so that two responses with the same sum
-    of rewards may differ. std is over the batch, √(Σ x² / (B − 1)); the mean is 0, as in each
-    group. Worked row, G = 2, weights 1: rewards (0, 1) and (0, 2) in one group, (0, 1) and (1, 1)
-    in the other: A₁ = ∓0.707 ∓0.707, A₂ = ∓0.707 0; sums ∓1.414 ∓0.707, std 1.291, advantages
-    ∓1.095 ∓0.548.
+    Each reward is normalised within its group before the sum, so two responses with the same sum of
+    rewards may differ. std is over the batch, √(Σ x² / (B − 1)); the mean is 0, as in each group.
+    Worked row, G = 2, weights 1: rewards (0, 1) and (0, 2) in one group, (0, 1) and (1, 1) in the
+    other: A₁ = ∓0.707 ∓0.707, A₂ = ∓0.707 0; sums ∓1.414 ∓0.707, std 1.291, advantages ∓1.095
+    ∓0.548.
 
-    rewards: float [B, K], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
+    rewards: float [B, K], JAX and not split, or NumPy; B = Q·G, a group's rows are contiguous.
     config: `weights` has the K weights w.
     """
     weighted = [
@@ -47,7 +47,7 @@ def group_decoupled(rewards: Array, config: DecoupledConfig) -> Array:
     ]
     total = sum(weighted)
     xp = rewards.__array_namespace__()
-    # Else a batch of nothing but that remainder would be scaled to a standard deviation of 1.
+    # Otherwise a batch of only that remainder would be scaled to a standard deviation of 1.
     total = xp.where(xp.abs(total) <= CANCELLED * sum(map(xp.abs, weighted)), 0, total)
     variance = xp.sum(xp.square(total)) / (len(total) - 1)
     return total / (xp.sqrt(variance) + EPSILON)
@@ -63,7 +63,7 @@ def estimate(evidence: Evidence, config: DecoupledConfig) -> Estimate:
 
 
 def rules(config: Values) -> Iterator[Check]:
-    """Yield the rules of rewards that are taken apart."""
+    """Yield the rules of rewards that are normalised separately."""
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
     is_sum = len(reward_terms(config.reward.name)) > 1
     yield "reward.name", f"a sum of functions {where}", is_sum
@@ -71,9 +71,9 @@ def rules(config: Values) -> Iterator[Check]:
     yield "reward.threshold", rule, not config.reward.threshold
     rule = f'"" {where} (an environment has one reward)'
     yield "environment.name", rule, not config.environment.name
-    rule = f"False {where} (groups wait with the sum alone)"
+    rule = f"False {where} (groups wait with only the sum)"
     yield "algorithm.dynamic_sampling", rule, not config.get("algorithm.dynamic_sampling")
-    rule = f"a curriculum that does not screen {where} (groups wait with the sum alone)"
+    rule = f"a curriculum that does not screen {where} (groups wait with only the sum)"
     yield "curriculum.name", rule, not config.meaning("curriculum.name").by_parts
 
 

@@ -11,7 +11,7 @@ from specrl_jax.data.curriculum import Chooser
 from specrl_jax.data.settings import RATES
 from specrl_jax.types import Prompts
 
-# By `curriculum.select`: the distance of pass rates, float [n], from the wanted ones.
+# By `curriculum.select`: the distance of pass rates, float [n], from the desired ones.
 DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "nearest": lambda rates, settings: np.abs(rates - settings.target),
     "threshold": lambda rates, settings: np.abs(
@@ -23,22 +23,22 @@ DISTANCES: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 class ByPassRate(Chooser):
     """Chooses the prompts whose pass rate is likely near a target.
 
-    Each prompt has a Beta posterior of its pass rate, at first Beta(1, 1). For n prompts,
+    Each prompt has a Beta posterior of its pass rate, initially Beta(1, 1). For n prompts,
     `candidates` · n prompts are drawn at random, and a pass rate is sampled for each (Thompson
-    sampling). The n candidates whose rates have the least distance are taken, ties in the order of
-    the draw: the distance from `target` with `settings.select` = nearest, from the range
-    [`low`, `high`] with threshold. After G rewards r, cut to [0, 1],
+    sampling). The n candidates with the smallest distance are chosen, ties in the order drawn:
+    the distance from `target` with `settings.select` = nearest, from the range [`low`, `high`] with
+    threshold. After G rewards r, clipped to [0, 1],
 
         α ← λα + (1 − λ) + Σr        β ← λβ + (1 − λ) + Σ(1 − r)
 
-    so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
+    so old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
     _place = (*Chooser._place, "posterior")
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.posterior: dict[str, list[float]] = {}  # prompt_id → [α, β], of those with evidence
+        self.posterior: dict[str, list[float]] = {}  # prompt_id → [α, β], for those with evidence
 
     def _alpha_beta(self, prompt_id: str) -> list[float]:
         return self.posterior.get(prompt_id, [1.0, 1.0])
@@ -70,6 +70,6 @@ SECTIONS = (Section("curriculum", "", (
     field("select", "nearest", "mopps: nearest (to the target) | threshold (in [low, high])",
           choice(lambda: DISTANCES)),
     field("target", 0.5, "nearest: pass rate to aim at", SHARE, NEAREST),
-    field("decay", 0.5, "mopps: weight of earlier evidence when new comes", SHARE),
+    field("decay", 0.5, "mopps: weight of earlier evidence when new evidence arrives", SHARE),
 ), on=MOPPS),)
 # fmt: on

@@ -6,7 +6,7 @@ over whole responses. The loss and its gradient are
     −log σ(m),              m = β·(log π(y⁺) / π_ref(y⁺) − log π(y⁻) / π_ref(y⁻))
     −β·σ(−m)·(∇log π(y⁺) − ∇log π(y⁻))
 
-so that with β·σ(−m) of a first pass, y⁺ and y⁻ need not be in one micro-batch.
+so with β·σ(−m) from a first pass, y⁺ and y⁻ need not be in the same micro-batch.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from specrl_jax.types import Batch
 def best_and_worst(rewards: Array, config: AdvantageConfig) -> Array:
     """Return 1 for the best response of a group, −1 for the worst, else 0, float32 [B].
 
-    Of responses with the same reward the first counts. All are 0 where all rewards are equal.
-    Worked row, G = 4: rewards 0 1 1 0 give −1 1 0 0.
+    Of responses with equal rewards the first counts. All are 0 if all rewards are equal. Worked
+    row, G = 4: rewards 0 1 1 0 give −1 1 0 0.
 
     rewards: float [B], not split; B = Q·G, the rows of a group are contiguous.
     """
@@ -45,8 +45,8 @@ def weigh_pairs(
 
     batch: whole groups, the rows of each contiguous; advantages are 1 on a group's y⁺, −1 on its
         y⁻ and 0 on others, see `best_and_worst`; `ref_logprobs` and `mask` are read.
-    logprobs: float32 [n, R] nats, under the weights that are differentiated. Those of rows without
-        an advantage may be anything finite.
+    logprobs: float32 [n, R] nats, under the weights being differentiated. Those of rows without an
+        advantage may be anything finite.
     config: `group_size` (G) and `kl_coef` (β) are read.
 
     The sums are `policy/pair_loss` (−log σ(m)) and `policy/pair_accuracy` (pairs with m > 0), each
@@ -54,7 +54,7 @@ def weigh_pairs(
     """
     signs = masked_mean(batch.advantages, batch.mask, axis=-1)
     log_ratios = jnp.sum(logprobs - batch.ref_logprobs, axis=-1, where=batch.mask)
-    terms = jax.sharding.reshard(signs * log_ratios, jax.P(None))  # a group may lie on two devices
+    terms = jax.sharding.reshard(signs * log_ratios, jax.P(None))  # a group may span two devices
     margins = config.kl_coef * jnp.sum(terms.reshape(-1, config.group_size), axis=1)
     by_row = jnp.repeat(margins, config.group_size)
     by_row = jax.sharding.reshard(by_row, jax.P(jax.typeof(signs).sharding.spec[0]))
@@ -94,7 +94,7 @@ def rules(config: Values) -> Iterator[Check]:
     yield "algorithm.aggregation", rule, config.meaning("algorithm.aggregation").sums_tokens
     rule = f"0 {where} (a pair has no ratio)"
     yield "algorithm.importance_cap", rule, not algorithm.importance_cap
-    rule = f"0 {where} (a solution would take the place of a response of a pair)"
+    rule = f"0 {where} (a solution would replace a response of a pair)"
     yield "algorithm.solution_coef", rule, not config.get("algorithm.solution_coef")
     group_size = config.rollout.group_size
     rule = (

@@ -1,8 +1,8 @@
 """Partial rollouts (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): a step ends once enough is done.
 
 Q + X groups run, and the step ends once Q of them are done. The others keep tokens and log-probs
-and go on in the next step. This is off-policy: each token keeps the log-prob of the policy that
-sampled it, so the update's ratio is its importance weight. Within a step short responses are done
+and resume in the next step. This is off-policy: each token keeps the log-prob of the policy that
+sampled it, so the update's ratio is its importance weight. Within a step short responses finish
 first; none is dropped.
 """
 
@@ -37,8 +37,8 @@ class BegunRows:
 
     rollout: Rollout  # the responses so far
     done: Array  # bool [X * G]
-    # int32 [X * G], draft tokens that the row was given; if it is unfinished and nothing was
-    # rejected yet, only the accepted ones: it loses the rest.
+    # int32 [X * G], tokens of the row's draft; if the row is unfinished and nothing was rejected
+    # yet, only the accepted ones: it loses the rest.
     spent_lens: Array
 
     @classmethod
@@ -48,19 +48,19 @@ class BegunRows:
 
 
 class PartialRollout(Collector):
-    """One rollout of more groups than are trained on; those that are not done go on later."""
+    """One rollout of more groups than are trained on; unfinished ones resume later."""
 
     def __init__(self, run: Run):
         super().__init__(run)
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
-        # Groups that have started: the first ones are in use, as many as there are ids.
+        # Groups that have started: the first ones are in use, one per id.
         self.begun = BegunRows.empty(run.rollout_spec, rows)
         self.prompt_ids: tuple[str, ...] = ()
-        # By group and sample: the step whose noise the row uses to its end.
+        # By group and sample: the step whose noise the row uses until its end.
         self.noise_steps: tuple[tuple[int, ...], ...] = ()
-        self.held_lens = np.zeros(0, np.int32)  # of all rows, as the step's rollout started
-        self.trained_lens = self.held_lens  # those of the rows that are trained on
+        self.held_lens = np.zeros(0, np.int32)  # of all rows, at the start of the step's rollout
+        self.trained_lens = self.held_lens  # of the rows that are trained on
 
     @staticmethod
     def asked_by(config) -> str:
@@ -79,13 +79,13 @@ class PartialRollout(Collector):
         config = self.run.config.rollout
         size = config.prompts_per_step
         begun = len(self.prompt_ids)
-        # The prompts that the rest of the run trains on: the last step leaves none unfinished.
+        # The prompts for the rest of the run: the last step leaves none unfinished.
         rest = max(self.run.total_steps - state.step + 1, 1) * size
-        # All groups that have started go on, also where the run was made shorter.
+        # All groups that have started resume, even if the run was made shorter.
         count = max(min(size + config.partial, rest), begun)
         new = state.stream.take(count - begun, busy=self.prompt_ids)
         prompts = Prompts.concatenate(state.stream.find(self.prompt_ids), new)
-        # Prompts that only fill the rollout's shape: no token is spent on them.
+        # Prompts that only pad the rollout: no token is spent on them.
         total = size + config.partial
         prompts = prompts.select(np.append(np.arange(count), np.zeros(total - count, int)))
         noise = state.noise_key(prompts)
@@ -108,7 +108,7 @@ class PartialRollout(Collector):
     def drafts(
         self, state: RolloutState, requests: Requests, stored: Drafts | None
     ) -> Drafts | None:
-        """Return the drafts of groups that hold no tokens."""
+        """Return the drafts of groups without tokens."""
         if stored is None:
             return None
         group_size = self.run.rollout_spec.group_size
@@ -118,14 +118,14 @@ class PartialRollout(Collector):
     def take(
         self, state: RolloutState, requests: Requests, result: RolloutResult
     ) -> CompletedGroups:
-        """Keep the groups that go on; return the first that are done."""
+        """Keep the groups that resume later; return the first that are done."""
         config = self.run.config.rollout
         group_size = config.group_size
         rows = len(result.finished)
         spent = hosts.fetch(self.begun.spent_lens)[: len(self.prompt_ids) * group_size]
         draft_lens = result.draft_lens + np.pad(spent, (0, rows - len(spent)))
-        # An unfinished row that rejected nothing so far loses the rest of its draft: nothing more
-        # of it counts as rejected. A row that has not started gets its draft again.
+        # An unfinished row without a rejection so far loses the rest of its draft, which then does
+        # not count as rejected. A row that has not started gets its draft again.
         lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
         unspoilt = ~result.finished & (prefix_lens == lens)
         spent = np.where(unspoilt, prefix_lens, draft_lens)
@@ -168,7 +168,7 @@ COLLECTOR = PartialRollout
 
 # fmt: off
 SECTIONS = (Section("rollout", "", (
-    field("partial", 0, "prompts decoded beside the batch and finished a step later; 0: off",
+    field("partial", 0, "extra prompts in a rollout, finished in a later step; 0: off",
           integer(), shards=Shards("rollout")),
 )),)
 # fmt: on
@@ -185,11 +185,11 @@ def _rules(config: Values) -> Iterator[Check]:
     yield name, "0 where environment.name is set", not config.environment.name
     by_update = config.meaning("updates.old_logprobs").by_update
     yield "updates.old_logprobs", f"rollout {where}", not by_update
-    # Rows that share a prefix in a trie also share what the sampler allowed.
+    # Rows that share a prefix in a trie also share the tokens the sampler allowed.
     mixes = config.algorithm.keep_sampling_mask and config.meaning("updates.packing").share
     rule = (
         f"sequences or rows where algorithm.keep_sampling_mask is True and {name} is > 0 (a group "
-        "is of several policies)"
+        "comes from several policies)"
     )
     yield "updates.packing", rule, not mixes
 

@@ -31,12 +31,12 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 
 
 class RunningAhead(Collector):
-    """One rollout, whose background rows start the prompts of the next step."""
+    """One rollout whose background rows start the prompts of the next step."""
 
     def __init__(self, run: Run):
         super().__init__(run)
         rows, _ = self.rows_per_rollout(run.config)
-        # Responses started for the step to come, [Q * G]; length 0 for rows that were not started.
+        # Responses started for the next step, [Q * G]; length 0 for rows that were not started.
         self.begun = as_drafts(Rollout.empty(rows, run.config.rollout.response_len))
         self.prompt_ids: tuple[str, ...] = ()  # of their Q prompts; () before the first step
         self.used_lens = np.zeros(rows, np.int32)  # of those that this step's rows started with
@@ -79,7 +79,7 @@ class RunningAhead(Collector):
         picks = np.stack([np.where(requests.background, -1, 0), rows], axis=1)
         begun = assemble([self.begun], picks)
         if stored is not None:
-            # On reused noise a row repeats its last response for longer than what was started.
+            # On reused noise a row's previous response matches for longer than its early start.
             on_reused_noise = requests.noise.noise_steps < state.step
             begun = without_drafts(begun, on_reused_noise.reshape(-1))
             stored = without_drafts(stored, requests.background)
@@ -97,14 +97,14 @@ class RunningAhead(Collector):
             ahead_lens = jnp.zeros_like(ahead_lens)
         ahead_tokens = _with_zeros(ahead_tokens)[order]
         ahead_lens = _with_zeros(ahead_lens)[order]
-        # Newest: a sibling may go on where one stopped.
+        # Newest: a sibling may continue where one stopped.
         tokens = jnp.concatenate([ahead_tokens, tokens], axis=1)
         return tokens, jnp.concatenate([ahead_lens, lens], axis=1)
 
     def take(
         self, state: RolloutState, requests: Requests, result: RolloutResult
     ) -> CompletedGroups:
-        """Keep what was started; return the groups of this step."""
+        """Keep what was started; return this step's groups."""
         now, later = np.split(np.argsort(_order(len(requests.prompts.lens) // 2)), 2)
         self.used_lens = np.zeros(1, np.int32)
         if self.prompt_ids:
@@ -127,7 +127,7 @@ class RunningAhead(Collector):
         return dataclasses.replace(batch, metrics=batch.metrics | metrics)
 
     def _is_of(self, prompts: Prompts) -> bool:
-        """Return whether the responses are of those prompts that are not in the background."""
+        """Return whether the responses belong to the prompts that are not in the background."""
         now, _ = np.split(np.argsort(_order(len(prompts.lens) // 2)), 2)
         return self.prompt_ids == _ids(prompts.select(now))
 
@@ -147,8 +147,8 @@ COLLECTOR = RunningAhead
 
 
 def _order(count: int) -> np.ndarray:
-    """Return the order of `count` groups and as many of the next step: so that every shard has as
-    many background rows, int [2 * count].
+    """Return the order of `count` groups and as many of the next step, int [2 * count], such that
+    every shard has equally many background rows.
     """
     parts = np.arange(2 * count).reshape(2, shards("batch"), -1)
     return parts.swapaxes(0, 1).reshape(-1)
@@ -164,7 +164,7 @@ def _with_zeros(groups: Array) -> Array:
 
 @jax.jit
 def _over(begun: Drafts, stored: Drafts | None, own: Array) -> Drafts:
-    """Return the drafts of rows that have started, and `stored` in others; own: they are ours."""
+    """Return the drafts of rows that have started, and `stored` elsewhere; own: they are ours."""
     has_started = (begun.lens > 0) & own
     if stored is None:
         return dataclasses.replace(begun, lens=jnp.where(has_started, begun.lens, 0))
@@ -178,7 +178,7 @@ SECTIONS = (Section("rollout", "", (
           SWITCH),
 )),)
 # fmt: on
-# What was started is a generation more.
+# What was started is one more generation.
 EFFECTS = {GENERATIONS: When("rollout.run_ahead", lambda c: c.rollout.run_ahead, "True")}
 
 

@@ -1,19 +1,18 @@
-"""Score centering: the mean score of the sampled tokens is taken out (arXiv 2609.20807).
+"""Score centering: subtract the mean score of the sampled tokens (arXiv 2609.20807).
 
-Over tokens y ~ q of another law than the policy p, the score ∇ log p(y) has a mean that is not 0,
-and it drifts the weights even where all advantages are equal. With advantages A and a weight w of
-each token the loss gets the term A·C per token (eq. 14):
+Over tokens y ~ q from a distribution other than the policy p, the score ∇ log p(y) has a nonzero
+mean, which makes the weights drift even if all advantages are equal. With advantages A and a weight
+w per token the loss gets the term A·C per token (eq. 14):
 
     C = Σ_{v∈H} sg(m(v) − α·p(v))·log p(v),    m = q·w,    sg: no gradient through it
 
-H are the k likeliest tokens of the sampler. All others are one outcome z, in which q is
-proportional to p: with ρ = q(z) / p(z) they have α = ρ·w(z), as Σ_v p(v) ∇ log p(v) = 0. Without
-weights m = q and α = ρ; with w = clip(p / q, lo, hi), m = clip(p, lo·q, hi·q) and
-α = clip(1, lo·ρ, hi·ρ).
+H is the sampler's k likeliest tokens. All others are one outcome z, in which q is proportional to
+p: with ρ = q(z) / p(z) they have α = ρ·w(z), as Σ_v p(v) ∇ log p(v) = 0. Without weights m = q and
+α = ρ; with w = clip(p / q, lo, hi), m = clip(p, lo·q, hi·q) and α = clip(1, lo·ρ, hi·ρ).
 
-Here −A·w is the slope of the run's own loss by log p, be it a clip, truncated weights or a trust
-region, and it is taken at every token of H. What an acceptance rule emits at a draft's place is no
-single policy's: q is then `accepted + (1 − Σ accepted)·π`, see `AcceptanceRule.accepted_probs`.
+Here −A·w is the slope of the run's own loss in log p (a clip, truncated weights or a trust region),
+evaluated at every token of H. Tokens emitted at draft positions by an acceptance rule come from no
+single policy: q is then `accepted + (1 − Σ accepted)·π`, see `AcceptanceRule.accepted_probs`.
 
 Worked example, k = 1, no weights: q(H) = 0.5 and p(H) = 0.6 give ρ = 0.5 / 0.4 = 1.25 and
 C = (0.5 − 1.25·0.6)·log p(H) = −0.25·log p(H).
@@ -46,7 +45,7 @@ _OF_ROWS = ("row_low", "row_high", "outlier_low", "outlier_high", "negative_kl")
 def centering(logprobs: Array, mass: Array) -> Array:
     """Return C [...], whose gradient is the mean weighted score of the sampler's tokens.
 
-    logprobs: log p at H [..., k]; carries the gradient. -inf where H has fewer tokens.
+    logprobs: log p at H [..., k]; carries the gradient. -inf if H has fewer tokens.
     mass: m [..., k + 1], of the tokens of H and of all others.
     """
     known = jnp.isfinite(logprobs)
@@ -58,7 +57,7 @@ def centering(logprobs: Array, mass: Array) -> Array:
 
 
 def log_ratios(logprobs: Array, sampler: Array) -> Array:
-    """Return log p − log q [..., k + 1] of the outcomes, without gradient; 0 where q is 0.
+    """Return log p − log q [..., k + 1] of the outcomes, without gradient; 0 if q is 0.
 
     logprobs, sampler: log p and log q at H [..., k].
     """
@@ -68,7 +67,7 @@ def log_ratios(logprobs: Array, sampler: Array) -> Array:
 
 
 def match_ids(own: Array, ids: Array, values: Array) -> tuple[Array, Array]:
-    """Return the values of the tokens `own` [..., k], and which have one.
+    """Return the values of the tokens `own` [..., k], and a mask of those that have one.
 
     ids, values: [..., j], tokens and their values, which carry the gradient.
     """
@@ -80,7 +79,7 @@ def match_ids(own: Array, ids: Array, values: Array) -> tuple[Array, Array]:
 class Centering(LossTerm):
     """Term A·C of the loss."""
 
-    truncated: bool  # p is among the sampler's tokens, which H then holds
+    truncated: bool  # p is over the sampler's tokens, which H then contains
 
     ignores_masks = True
     needs_advantage = True
@@ -109,7 +108,7 @@ class Centering(LossTerm):
 
     def per_token(self, values: TokenValues, config: LossConfig) -> tuple[Array, dict[str, Array]]:
         own = values.batch.extra
-        # Rows that share a packed slot may order their tokens in another way.
+        # Rows that share a packed slot may order their tokens differently.
         logprobs, known = match_ids(own["top_ids"], values.read[1], values.read[0])
         logprobs = jnp.where(known, logprobs, -jnp.inf)
         sampler = jnp.where(known, own["top_logprobs"], -jnp.inf)
@@ -117,7 +116,7 @@ class Centering(LossTerm):
         slopes = self._slopes(logprobs, sampler, parts, values, config)
         mask = values.batch.mask
         term = -centering(logprobs, slopes)
-        term = jnp.where(mask, term - jax.lax.stop_gradient(term), 0.0)  # a gradient alone
+        term = jnp.where(mask, term - jax.lax.stop_gradient(term), 0.0)  # only a gradient
         distance = sum(mass for mass, _ in parts) - outcomes(jax.lax.stop_gradient(logprobs))
         variation = jnp.where(mask, jnp.sum(jnp.abs(distance), axis=-1) / 2, 0.0)
         return term, {"policy/sampler_distance": variation}
@@ -130,7 +129,7 @@ class Centering(LossTerm):
         values: TokenValues,
         config: LossConfig,
     ) -> Array:
-        """Return q·∂loss / ∂log p [..., k + 1] of the outcomes, were they the sampled token."""
+        """Return q·∂loss / ∂log p [..., k + 1] of the outcomes, as if each were sampled."""
         ratios = log_ratios(logprobs, sampler)
         now = jnp.log(outcomes(jax.lax.stop_gradient(logprobs), LEAST_REST))
         now = jnp.maximum(now, CUT_OFF_LOGPROB)
@@ -148,10 +147,10 @@ class Centering(LossTerm):
 def emitted_parts(
     sampler: Array, columns: dict[str, Array], known: Array
 ) -> list[tuple[Array, Array | float]]:
-    """Return the law of a token as parts: the mass [..., k + 1] and importance weight of each.
+    """Return a token's distribution as parts: the mass [..., k + 1] and importance weight of each.
 
-    sampler: π, from `outcomes`. columns: those of the batch; without "accepted" all is from π.
-    known: bool [..., k], the tokens of H whose log p is known; the others count among all others.
+    sampler: π, from `outcomes`. columns: of the batch; without "accepted" all is from π.
+    known: bool [..., k], tokens of H whose log p is known; the rest count as all others.
     """
     if "accepted" not in columns:
         return [(sampler, 1.0)]
@@ -165,7 +164,7 @@ def emitted_parts(
 
 
 def loss_slope(log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig) -> Array:
-    """Return the slope of the objective by log p, at these log-ratios and log-probs."""
+    """Return the slope of the objective in log p, at these log-ratios and log-probs."""
 
     def total(change: Array) -> Array:
         objective = OBJECTIVES[config.objective]
@@ -175,7 +174,7 @@ def loss_slope(log_ratio: Array, logprobs: Array, advantages: Array, config: Los
 
 
 def token_masks(log_ratio: Array, logprobs: Array, advantages: Array, config: LossConfig) -> Array:
-    """Return which outcomes a mask would leave out, were they the sampled token."""
+    """Return which outcomes a mask would exclude if each were the sampled token."""
     rollout = logprobs - log_ratio
     policies = Policies(rollout, rollout, logprobs, logprobs)
     sampled = jnp.ones_like(logprobs, bool)
@@ -186,7 +185,7 @@ def token_masks(log_ratio: Array, logprobs: Array, advantages: Array, config: Lo
 
 
 class Law(Stage):
-    """Adds the law of each token as columns of the batch."""
+    """Adds the distribution of each token as columns of the batch."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -217,7 +216,7 @@ class Law(Stage):
 def _columns(
     rollout: Rollout, rejected_mass: Array, rule: AcceptanceRule, *, weigh: bool
 ) -> dict[str, Array]:
-    """Return the law of each token, [B, R, ...]; weigh: with importance weights."""
+    """Return the distribution of each token, [B, R, ...]; weigh: with importance weights."""
     tokens = rollout.tokens
     ids = jnp.where(jnp.isneginf(tokens.top_logprobs), -1, tokens.top_ids)
     columns = {"top_ids": ids, "top_logprobs": tokens.top_logprobs}
@@ -240,7 +239,7 @@ METRICS = {
     "policy/sampler_distance": ("total variation of the policy and a token's own law, mean", "1")
 }
 # fmt: off
-SECTIONS = (Section("score_centering", "the mean score of sampled tokens is taken out", (
+SECTIONS = (Section("score_centering", "subtract the mean score of sampled tokens", (
     field("top_k", 0, "k, likeliest tokens of the sampler that centre; 0: off; SkyRL 20",
           integer()),
 )),)
@@ -253,7 +252,7 @@ def _rules(config: Values) -> Iterator[Check]:
     algorithm = config.algorithm
     where = "where score_centering.top_k is > 0"
     recomputed = config.meaning("updates.old_logprobs").recomputed
-    rule = f"rollout or current {where} (π_old is known of the sampled token alone)"
+    rule = f"rollout or current {where} (π_old is known only for the sampled token)"
     yield "updates.old_logprobs", rule, not recomputed
     rule = f"token {where} (a response's ratio is not one of its tokens')"
     yield "algorithm.ratio", rule, algorithm.ratio == "token"

@@ -1,4 +1,4 @@
-"""Shuffle-R1 (arXiv 2508.05612, section 3): updates take pairs of a group, drawn by advantage.
+"""Shuffle-R1 (arXiv 2508.05612, section 3): updates use pairs from a group, drawn by advantage.
 
 NumPy, on the host; a generator with the same seed gives every process the same rows.
 """
@@ -16,14 +16,14 @@ from specrl_jax.training.stages import row_rng
 
 
 def draw_pairs(advantages: np.ndarray, group_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return row ids int [B], of B / 2 drawn pairs; an id may occur more than once.
+    """Return row ids int [B], of B / 2 drawn pairs; an id may occur several times.
 
-    The rows of a group are paired, the best with the worst, the second best with the second worst,
-    and so on. The outer half of the pairs stays, whose advantages differ most. Of these, pairs
-    (i, j) are drawn with replacement, with a probability proportional to |Aᵢ| + |Aⱼ|, or all alike
-    where every advantage is 0: the paper's exponent 1. Differs from the authors' code, which draws
-    B / 2 rows in 8 rounds, each without replacement: B rows leave a step its number of updates.
-    Drawn rows weigh no less for it, so the gradient is not that of all rows.
+    A group's rows are paired, the best with the worst, the second best with the second worst, and
+    so on. Only the outer half of the pairs, whose advantages differ most, is kept. Of these, pairs
+    (i, j) are drawn with replacement, with probability proportional to |Aᵢ| + |Aⱼ|, or uniformly if
+    every advantage is 0: the paper's exponent 1. Differs from the authors' code, which draws B / 2
+    rows in 8 rounds, each without replacement: with B rows a step keeps its number of updates.
+    Drawn rows are not reweighted, so the gradient is not that of all rows.
 
     Worked row, G = 4: advantages −1, 1.5, −0.5, 0 have the pairs (1, 0) and (3, 2). The outer one
     is (1, 0), with the weight 2.5.
@@ -44,14 +44,14 @@ def draw_pairs(advantages: np.ndarray, group_size: int, rng: np.random.Generator
 
 
 class OuterPairs(Stage):
-    """Updates take drawn pairs of rows."""
+    """Updates use drawn pairs of rows."""
 
     @staticmethod
     def asked_by(config) -> str:
         return "updates.select" if config.updates.select == "outer_pairs" else ""
 
     def __call__(self, run, state, batch, collected) -> StageResult:
-        # All tokens of a response have the same advantage, and the first is the policy's.
+        # All tokens of a response have the same advantage, and the first token is the policy's.
         advantages = hosts.fetch(batch.advantages)[:, 0]
         row_ids = draw_pairs(advantages, run.trained_group_size, row_rng(run, state))
         taken = len(np.unique(row_ids)) / len(row_ids)
@@ -68,7 +68,7 @@ def _rules(config: Values) -> Iterator[Check]:
     algorithm = config.algorithm
     where = f"where updates.select is {config.updates.select}"
     group_size = trained_group_size(config)
-    rule = f"all where a step trains on groups of {group_size} (half of a group's pairs stay)"
+    rule = f"all where a step trains on groups of {group_size} (half of a group's pairs are kept)"
     yield "updates.select", rule, group_size % 4 == 0
     rule = f"all where algorithm.objective is {algorithm.objective} (its pairs stay whole)"
     yield "updates.select", rule, not config.meaning("algorithm.objective").whole_groups

@@ -1,16 +1,16 @@
 """Rollouts ahead of the update: a batch waits for `rollout.staleness` = N updates.
 
-As update t starts, the rollouts of step t + N start, with the weights as they are. So update t
-learns from a batch that the weights after update max(0, t - 1 - N) sampled: N alone decides, never
-time. A run that is made longer starts N + 1 steps at once, as at its start. Asynchronous RLHF
+When update t starts, the rollouts of step t + N start with the current weights. So update t learns
+from a batch sampled by the weights after update max(0, t - 1 - N): it depends only on N, never on
+timing. A run that is extended starts N + 1 steps together, as at its start. Asynchronous RLHF
 (arXiv 2410.18252).
 
-With `mesh.rollout_devices` rollouts have devices and a thread of their own, and run while updates
-do. No other thread runs programs on these devices. Without them rollouts and updates take turns.
+With `mesh.rollout_devices` rollouts have their own devices and thread, and run during updates. No
+other thread runs programs on these devices. Without them rollouts and updates take turns.
 
-Worked example, N = 1: step 1 starts the rollouts of steps 1 and 2 with the first weights and learns
-from the first batch. Step 2 starts those of step 3 with the weights after update 1, and learns from
-the second batch, which is one update old.
+Worked example, N = 1: step 1 starts the rollouts of steps 1 and 2 with the initial weights and
+learns from the first batch. Step 2 starts those of step 3 with the weights after update 1, and
+learns from the second batch, which is one update old.
 """
 
 import collections
@@ -37,11 +37,11 @@ from specrl_jax.types import Rollout, StatePart
 
 
 class RolloutsAhead(BatchSource, StatePart):
-    """Batches that wait for their update, the oldest first, and rollouts under way.
+    """Batches that wait for their update, the oldest first, and pending rollouts.
 
-    Rollouts are made one after another. A checkpoint holds the batches, and is written when no
-    rollout is under way. At its end the `with` block waits for the rollout that runs and cancels
-    those after it.
+    Rollouts run one after another. A checkpoint includes the batches, and is written when no
+    rollout is running. At its end the `with` block waits for the running rollout and cancels later
+    ones.
     """
 
     @staticmethod
@@ -58,13 +58,13 @@ class RolloutsAhead(BatchSource, StatePart):
 
     @staticmethod
     def describe(run: Run) -> str:
-        where = f"on a mesh of their own, {dict(run.rollout_mesh.shape)}, while updates run"
+        where = f"on their own mesh, {dict(run.rollout_mesh.shape)}, while updates run"
         if run.rollout_mesh == jax.sharding.get_mesh():
-            where = "in turn with updates, as mesh.rollout_devices is 0: no time is saved"
+            where = "taking turns with updates, as mesh.rollout_devices is 0: no time is saved"
         return f"rollout: {run.config.rollout.staleness} steps ahead, {where}"
 
     def __init__(self, run: Run, stream: PromptStream):
-        """Make a source that has started nothing; stream: finds the prompts of some ids."""
+        """Make a source that has not started yet; stream: finds the prompts of some ids."""
         config = run.config.rollout
         self._mesh = jax.sharding.get_mesh()
         self._find = stream.find
@@ -85,7 +85,7 @@ class RolloutsAhead(BatchSource, StatePart):
         return len(self._waiting) + len(self._under_way)
 
     def next(self, run: Run, state: RunState, record: Record) -> Collected:
-        """Begin rollouts until N batches are ahead; return the oldest batch.
+        """Start rollouts until N batches are ahead; return the oldest batch.
 
         Raises the error of its rollouts.
         """
@@ -108,14 +108,14 @@ class RolloutsAhead(BatchSource, StatePart):
             self._receive(record)
 
     def _begin(self, function: Callable, *args: Any) -> Callable[[], Any]:
-        """Begin `function(*args)` after all that has started; return what waits for its result."""
+        """Start `function(*args)` after all pending work; return what awaits its result."""
         if self._executor is not None:
             return self._executor.submit(function, *args).result
         result = function(*args)
         return lambda: result
 
     def _receive(self, record: Record) -> None:
-        """Wait for the oldest rollouts under way, and record their responses."""
+        """Wait for the oldest pending rollouts, and record their responses."""
         trained, result = self._under_way.popleft()
         batch, rollouts = result()
         record(batch, rollouts)
@@ -169,7 +169,7 @@ _SCALARS = ("metrics", "step", "epoch", "stale", "rejected_mass")
 
 
 def _on_host(batch: Collected) -> dict[str, Any]:
-    """Describe a batch but for its rollout, in values that JSON keeps."""
+    """Describe a batch without its rollout, in values that JSON preserves."""
     scalars = {name: getattr(batch, name) for name in _SCALARS}
     return {
         "prompts": [example.prompt_id for example in batch.prompts.examples],

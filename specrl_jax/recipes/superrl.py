@@ -1,8 +1,7 @@
 """SuperRL (arXiv 2506.01096, section 3): an unsolved group learns its problem's solution.
 
-A group is unsolved where none of its responses has the reward of a right one, 1. The solution takes
-the place of its last response, with the loss −c·log π in place of all others. Only the update sees
-solutions.
+A group is unsolved if none of its responses has reward 1. The solution replaces its last response,
+with the loss −c·log π in place of all others. Only the update sees solutions.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from specrl_jax.types import Batch
 
 
 class Solutions(Stage):
-    """Replaces the last response of each unsolved group by its problem's solution, if any."""
+    """Replaces the last response of each unsolved group with its problem's solution, if any."""
 
     after_logprobs = True  # its rows have none
 
@@ -46,7 +45,7 @@ class Solutions(Stage):
         self.solutions = encode_solutions(prompts.examples, tokenizer, field, length)
         if not self.solutions:
             raise ValueError(
-                f"rollout.response_len must hold a solution, got {length}: none of the "
+                f"rollout.response_len must fit a solution, got {length}: none of the "
                 f"{len(prompts.lens)} training prompts has one that fits"
             )
         print(
@@ -79,7 +78,7 @@ class Solutions(Stage):
 
 @jax.jit
 def _replace_rows(batch: Batch, tokens_BR: Array, lens: Array, weights: Array) -> Batch:
-    """Put the solutions `tokens_BR` in the batch where their length is not 0."""
+    """Put the solutions `tokens_BR` into the batch where their length is not 0."""
     replaced = lens > 0
     slots = batch.tokens.shape[1] - tokens_BR.shape[1]
     tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)

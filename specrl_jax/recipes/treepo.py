@@ -1,18 +1,18 @@
 """Rollout of groups that fork: rows that start with the tokens of another (TreePO, 2508.17445).
 
-A group starts with few rows, the roots; its other rows wait, and no token is spent on them. At each
-boundary, after so many tokens, waiting rows start with what the unfinished rows of their group
-hold. A row draws on the noise of its own number, after a fork as before.
+A group starts with a few rows, the roots; its other rows wait, without cost. At each boundary,
+every `segment` tokens, waiting rows start as copies of their group's unfinished rows. A row draws
+noise by its own number, before and after a fork.
 
     roots 2, branches 2, G = 4, segments of 3 tokens       row 0    a b c|d e f g ■
                                                            row 1    a h i|j ■
                                                            row 2   (a b c)k l m ■
                                                            row 3   (a h i)n o p q ■
 
-Where all rows of a group have ended and some still wait, these start with the tokens of an ended
-row up to one of its boundaries, drawn at random; it may be the prompt's end. Which rows fork
-depends on lengths. So a fork has the policy's law given what it starts with, and a root has it
-without that; a group as a whole has more of the beginnings that go on for long.
+When all rows of a group have ended and some still wait, these start with the tokens of an ended row
+up to one of its boundaries, drawn at random; it may be the prompt's end. Which rows fork depends on
+lengths. So a fork is distributed as the policy given its start, and a root without conditions; but
+a group as a whole contains more of the prefixes that lead to long responses.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Forks:
     ) -> RolloutResult:
         """Roll out G responses to each of Q prompts. Arguments: see `Responder.roll_out`.
 
-        Rows of the requests hold nothing, and are neither done nor in the background.
+        Rows of the requests are empty, and neither done nor in the background.
         """
         with clock.timed("time/rollout"):
             return self._grow(spec, weights, requests, speculation)
@@ -97,7 +97,7 @@ ROLL_OUT = Forks
 
 
 class _Groups:
-    """Groups in progress; arrays are [Q, G], but for those of rows."""
+    """Groups in progress; arrays are [Q, G], except those of rows."""
 
     def __init__(self, forks: Forks, spec: RolloutSpec, requests: Requests):
         shape = (len(requests.prompts.lens), spec.group_size)
@@ -121,7 +121,7 @@ class _Groups:
         return np.where(self.done, self.lens, stop).astype(np.int32).reshape(-1)
 
     def requests_up_to(self, limits: np.ndarray) -> Requests:
-        """Return the requests with what the rows hold, and their drafts up to the limits [B]."""
+        """Return the requests with the rows' tokens, and their drafts up to the limits [B]."""
         done = self.done.reshape(-1)
         drafts = self.requests.drafts
         if drafts is not None:
@@ -134,9 +134,9 @@ class _Groups:
         )
 
     def fork(self, rollout: Rollout, draft_lens: np.ndarray) -> None:
-        """Let waiting rows start with what others hold now.
+        """Start waiting rows with the current tokens of others.
 
-        draft_lens: int32 [B], draft tokens that rows were given so far.
+        draft_lens: int32 [B], tokens of the rows' drafts so far.
         """
         groups, size = self.lens.shape
         tokens, lens = hosts.fetch((rollout.tokens.ids, rollout.lens))
@@ -165,10 +165,10 @@ class _Groups:
 def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndarray:
     """Return int [Q, G]: the row of its group that each waiting row starts with, if any now.
 
-    Other rows have their own number. Unfinished rows are continued `branches` times in all, by
-    turns, while rows wait; where there are none, ended rows so many times.
+    Other rows have their own number. Unfinished rows are continued `branches` times in all, in
+    turn, while rows wait; if there are none, ended rows are, equally often.
 
-    waiting, ended: bool [Q, G]; rows that wait, and rows with an end among the others.
+    waiting, ended: bool [Q, G]; rows that wait, and which of the others have ended.
     """
     parents = np.tile(np.arange(waiting.shape[1]), (len(waiting), 1))
     for own, waits, over in zip(parents, waiting, ended):
@@ -184,9 +184,9 @@ def plan_forks(waiting: np.ndarray, ended: np.ndarray, branches: int) -> np.ndar
 
 @jax.jit
 def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
-    """Return rows [B], each of which starts with the first tokens of its parent row.
+    """Return rows [B], each starting with the first tokens of its parent row.
 
-    parents, lens: int32 [B]. A row that is its own parent stays as it is.
+    parents, lens: int32 [B]. A row that is its own parent is unchanged.
     """
     taken = take_rows(rollout, parents)
     own = reshard(parents == jnp.arange(len(parents)), "batch")
@@ -201,7 +201,7 @@ def fork_rows(rollout: Rollout, parents: Array, lens: Array) -> Rollout:
     )
 
 
-# The advantage over responses that share a beginning ----------------------------------------------
+# The advantage over responses that share a prefix -------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +218,9 @@ def prefix_relative(rewards: Array, tokens: Array, lens: Array, config: TreeConf
 
         Aᵢ = Σ_d w_d·(rᵢ − mean(r of the responses that share the first d segments)) / Σ_d w_d
 
-    w_d is 1, and 0 where a response shares its first d segments with no other, or ends with them.
-    At d = 0 all of the group share the prompt. As options of `group_relative` the sums are divided
-    by their std over the batch, and each difference gets the factor n / (n − 1), n the number of
+    w_d is 1, or 0 if a response shares its first d segments with no other, or ends with them. At
+    d = 0 the whole group shares the prompt. As options of `group_relative`, the sums are divided by
+    their std over the batch, and each difference gets the factor n / (n − 1), with n the number of
     these responses. Differs from the authors' code, which whitens over tokens: here a group of
     equal rewards gets exactly 0. Worked row, G = 4: rewards 1 0 0 0, the first two share a segment,
     and so do the others. d = 0: 0.75 −0.25 −0.25 −0.25; d = 1: 0.5 −0.5 0 0; advantages 0.625
@@ -270,7 +270,7 @@ def _by_prefix(rewards: Array, batch: Batch, config: TreeConfig) -> Estimate:
 
 
 def rules(config: Values) -> Iterator[Check]:
-    """Yield the rules of advantages over shared beginnings."""
+    """Yield the rules of advantages over shared prefixes."""
     rule = "another one where treepo.segment is 0 (no responses fork)"
     yield "algorithm.advantage", rule, config.treepo.segment > 0
 
@@ -282,7 +282,7 @@ ADVANTAGES = {"tree": Advantage(estimate, TreeConfig.of, rules=rules)}
 
 _ON = When("treepo.segment", lambda c: c.treepo.segment > 0, "4")
 # fmt: off
-SECTIONS = (Section("treepo", "a group grows from few responses (TreePO)", (
+SECTIONS = (Section("treepo", "a group grows from a few responses (TreePO)", (
     field("segment", 0, "tokens after which unfinished responses fork; 0: off; TreePO 512",
           integer()),
     field("roots", 2, "responses that a group starts with; TreePO 2 to 8", integer(1)),

@@ -4,13 +4,13 @@
     objective `dppo`    π(y) − π_old(y) > δ where A > 0, < −δ where A < 0
                         DPPO with the binary total variation (arXiv 2602.04879), δ = 0.2
 
-A ratio is large where a rare token has moved by next to nothing, and near 1 where a likely token
-has moved by much: 1e-4 → 5e-4 has r = 5, 0.9 → 0.6 has r = 0.67. |π − π_rollout| is the total
-variation of "this token, or another". DPPO's rule takes the place of the ratio's clip, and as with
-the clip a token may come back; `clip_low` and `clip_high` are then the δ of both directions.
+A ratio is large when a rare token has hardly moved, and near 1 when a likely token has moved a lot:
+1e-4 → 5e-4 has r = 5, 0.9 → 0.6 has r = 0.67. |π − π_rollout| is the total variation of "this
+token, or another". DPPO's rule replaces the ratio's clip, and as with the clip a token may move
+back; `clip_low` and `clip_high` are then δ in the two directions.
 
 Worked rows, δ = 0.2, (π_old → π, A): (0.5 → 0.8, 1) is dropped by both; (0.5 → 0.8, −1) by the mask
-alone; (0.5 → 0.2, −1) by both; (1e-4 → 5e-4, 1) by none.
+only; (0.5 → 0.2, −1) by both; (1e-4 → 5e-4, 1) by neither.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def bounded_change(
         loss = −r·A,    constant where π − π_old > δ_high and A > 0, or < −δ_low and A < 0
 
     Arguments as in `losses.clipped_surrogate`; δ_low and δ_high are its `clip_low` and `clip_high`.
-    log_ratio is of single tokens.
+    log_ratio is per token.
     """
     loss = -exp_bounded(log_ratio) * advantages
     change = jnp.exp(logprobs) - jnp.exp(logprobs - log_ratio)
@@ -50,7 +50,7 @@ def bounded_change(
 def rules(config: Values) -> Iterator[Check]:
     """Yield the rules of the objective."""
     where = f"where algorithm.objective is {config.algorithm.objective}"
-    rule = f"token {where} (a probability is of a token)"
+    rule = f"token {where} (a probability belongs to a token)"
     yield "algorithm.ratio", rule, config.algorithm.ratio == "token"
 
 

@@ -1,4 +1,4 @@
-"""Advantage of each turn of an episode over the same turn of the prompt's other episodes."""
+"""Advantage of each turn of an episode over the same turn in the prompt's other episodes."""
 
 import dataclasses
 import functools
@@ -27,14 +27,14 @@ class TurnConfig(AdvantageConfig):
 
 
 def turn_relative(rewards: Array, turn_ends: Array, config: TurnConfig) -> Array:
-    """Return the advantage [B, K] of each turn over the same turn of the other episodes.
+    """Return the advantage [B, K] of each turn over the same turn in the other episodes.
 
         Gₖ = Σⱼ γ^(j − k)·rⱼ over the turns j ≥ k,    Aₖ = (Gₖ − mean(Gₖ)) / (std(Gₖ) + ε)
 
-    mean and std are over the episodes of the prompt that have a turn k, with the options of
-    `group_relative`; a turn that one episode alone has gets 0. So a turn is not blamed for the
-    turns before it. Worked row, G = 2, γ = 0.5, without the division: rewards 0 1 and 1, two turns
-    and one, have returns 0.5 1 and 1, hence advantages −0.25 0 and 0.25.
+    mean and std are over the prompt's episodes that have a turn k, with the options of
+    `group_relative`; a turn that only one episode has gets 0. So a turn is not blamed for earlier
+    turns. Worked row, G = 2, γ = 0.5, without the division: rewards 0 1 and 1, two turns and one,
+    have returns 0.5 1 and 1, hence advantages −0.25 0 and 0.25.
 
     rewards: float32 [B, K], of each turn; not split; B = Q·G, the rows of a group are contiguous.
     turn_ends: int32 [B, K], 0 for turns that an episode does not have.
@@ -60,7 +60,7 @@ def turn_relative(rewards: Array, turn_ends: Array, config: TurnConfig) -> Array
 
 
 def estimate(evidence: Evidence, config: TurnConfig) -> Estimate:
-    """Estimate by `turn_relative`; the last turn pays the penalty of the response's length."""
+    """Estimate by `turn_relative`; the last turn also gets the length penalty."""
     turns = evidence.turns
     rewards = turns.rewards
     if evidence.length_penalty is not None:
@@ -85,10 +85,10 @@ def _by_token(rewards: Array, turn_ends: Array, batch: Batch, config: TurnConfig
 
 
 def rules(config: Values) -> Iterator[Check]:
-    """Yield the rules of an advantage that takes turns apart."""
+    """Yield the rules of an advantage that separates turns."""
     where = f"where algorithm.advantage is {config.algorithm.advantage}"
     yield "environment.name", f"an environment {where}", config.environment.name != ""
-    rule = f"0 {where} (a threshold is of the whole episode)"
+    rule = f"0 {where} (a threshold applies to the whole episode)"
     yield "reward.threshold", rule, not config.reward.threshold
     rule = f"all {where} (it has no single value for a response)"
     yield "updates.select", rule, config.updates.select == "all"

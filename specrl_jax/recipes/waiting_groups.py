@@ -1,13 +1,13 @@
-"""Groups of responses that wait: for the rest of their group, or for a batch to be full.
+"""Groups of responses that wait: for the rest of their group, or for a full batch.
 
-`GroupBuffer` takes prompt ids and rewards; it says which prompts to roll out next and which groups
-to train on. A response is named by its row id (rollout, row). `pick_rows` returns the row ids of
-groups, and `rows.assemble` gathers the rows.
+`GroupBuffer` takes prompt ids and rewards; it returns which prompts to roll out next and which
+groups to train on. A response is named by its row id (rollout, row). `pick_rows` returns the row
+ids of groups, and `rows.assemble` gathers the rows.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
-whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and
-finishes the groups whose part is neither all wrong nor all right. Groups beyond the batch wait for
-the next step, first in first out; they keep the log-probs of the policy that sampled them.
+with differing rewards. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group
+and finishes the groups whose part is neither all wrong nor all right. Surplus groups wait for the
+next step, first in first out; they keep the log-probs of the policy that sampled them.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ class Group:
     prompt_id: str
     row_ids: tuple[tuple[int, int], ...] = ()  # (rollout, row) of each response
     rewards: tuple[float, ...] = ()
-    ended: tuple[bool, ...] = ()  # False: the length cut the response
+    ended: tuple[bool, ...] = ()  # False: the length limit cut the response
 
     def joined(self, part: "Group") -> "Group":
-        """Return the group with a further part of its responses."""
+        """Return the group with a further part of its responses added."""
         return Group(
             self.prompt_id,
             self.row_ids + part.row_ids,
@@ -56,12 +56,12 @@ class Group:
         )
 
     def without_first(self, count: int) -> "Group":
-        """Return the group without so many of its first responses."""
+        """Return the group without its first `count` responses."""
         return Group(self.prompt_id, self.row_ids[count:], self.rewards[count:], self.ended[count:])
 
 
 class WaitingGroups(Collector):
-    """Rollouts until groups that teach fill the batch; those beyond it wait."""
+    """Rolls out until groups with a signal fill the batch; surplus groups wait."""
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -87,7 +87,7 @@ class WaitingGroups(Collector):
 
     @classmethod
     def check_enough(cls, config, prompts: int) -> None:
-        """Raise ValueError where none are left for a rollout beside all that may wait."""
+        """Raise ValueError if no prompts are left for a rollout besides all that may wait."""
         size = config.rollout.prompts_per_step
         least = 2 * size
         reason = cls.asked_by(config)
@@ -98,7 +98,7 @@ class WaitingGroups(Collector):
         if prompts < least:
             raise ValueError(
                 f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = "
-                f"{size}, got {prompts}; fewer prompts a step would fit"
+                f"{size}, got {prompts}; or use fewer prompts per step"
             )
 
     @staticmethod
@@ -109,7 +109,7 @@ class WaitingGroups(Collector):
         return self.groups.wants_rollout()
 
     def choose_prompts(self, state: RolloutState) -> Requests:
-        """Return new prompts, and then the further parts of the groups that are to be finished."""
+        """Return new prompts, then the remaining parts of the groups to finish."""
         groups = self.groups
         prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
         if groups.to_finish:
@@ -119,7 +119,7 @@ class WaitingGroups(Collector):
         return Requests(prompts, state.noise_key(prompts))
 
     def history(self, state: RolloutState, prompts: Prompts) -> DraftHistory:
-        """Return the earlier responses of whole groups, whose parts are stored one by one."""
+        """Return the earlier responses of whole groups, whose parts are stored separately."""
         groups = self.groups
         whole = state.stream.find([example.prompt_id for example in prompts.examples])
         parts = [part_of(whole, first) for first in (0, *groups.first_samples)]
@@ -134,7 +134,7 @@ class WaitingGroups(Collector):
         self.groups.add(ids, responses.group_rewards, ended)
 
     def finish_step(self, state: RolloutState, done: Sequence[Responses]) -> Collected:
-        """Return the groups that the buffer gives; the rows of the others wait in it."""
+        """Return the groups from the buffer; the rows of the others wait in it."""
         filler = done[0].prompts.examples[0].prompt_id
         groups, metrics = self.groups.take_batch(filler)
         row_ids, rewards, ended = pick_rows(groups, self.run.trained_group_size)
@@ -172,7 +172,7 @@ COLLECTOR = WaitingGroups
 
 
 class Screened(PromptStream):
-    """Uniform, as SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with a few responses."""
+    """Uniform, as in SPEED (arXiv 2506.09016); `GroupBuffer` screens prompts with few responses."""
 
     by_parts = True
 
@@ -181,7 +181,7 @@ CURRICULA = {"speed": Screened}
 
 
 def part_size(config) -> int:
-    """Return how many responses to a prompt one rollout has: a group, or the part that screens."""
+    """Return how many responses per prompt one rollout has: a group, or the screening part."""
     settings = config.curriculum
     screens = curriculum.CURRICULA[settings.name].by_parts
     return settings.screening if screens else config.rollout.group_size
@@ -198,7 +198,7 @@ class GroupBuffer:
         self.part_size = part_size(config)
         self.num_rows = self.groups_per_batch * self.group_size  # of one rollout
         self.ready: list[Group] = []  # to train on, the oldest first
-        self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
+        self.unfinished: dict[str, Group] = {}  # screened, and worth finishing
         self.kept_rows: Rollout | None = None  # the rows of these groups, [max_waiting_rows]
         self.start_step()
 
@@ -208,7 +208,7 @@ class GroupBuffer:
 
     @property
     def max_waiting_rows(self) -> int:
-        """Most rows that wait between two steps: a batch, and with screening two rollouts."""
+        """Most rows that wait between steps: a batch, and with screening two rollouts."""
         ready = self.groups_per_batch * WaitingGroups.trained_group_size(self.config)
         return ready + 2 * self.num_rows * self.screens
 
@@ -222,13 +222,13 @@ class GroupBuffer:
 
     @property
     def to_finish(self) -> list[str]:
-        """Ids of the prompts whose groups the next rollout finishes: as many as the batch lacks."""
+        """Ids of the prompts whose groups the next rollout finishes: as many as the batch needs."""
         missing = max(self.groups_per_batch - len(self.ready), 0)
         return list(self.unfinished)[:missing]
 
     @property
     def first_samples(self) -> list[int]:
-        """Numbers of the first response of each part that finishes a group."""
+        """Number of the first response in each part that finishes a group."""
         return list(range(self.part_size, self.group_size, self.part_size))
 
     @property
@@ -238,7 +238,7 @@ class GroupBuffer:
         return parts - len(self.to_finish) * len(self.first_samples)
 
     def wants_rollout(self) -> bool:
-        """Return whether the batch needs one more rollout and the limits allow one."""
+        """Return whether the batch needs another rollout and the limits allow it."""
         if not self.gen_batches:
             return True
         return (
@@ -292,8 +292,8 @@ class GroupBuffer:
     def take_batch(self, filler_id: str) -> tuple[list[Group], dict[str, float]]:
         """Return the groups to train on, and the step's metrics.
 
-        A batch that could not be filled gets groups without signal, then groups of no responses
-        to the prompt `filler_id`.
+        A batch that could not be filled gets groups without signal, then empty groups of the prompt
+        `filler_id`.
         """
         size = self.groups_per_batch
         batch, self.ready = self.ready[:size], self.ready[size:]
@@ -352,7 +352,7 @@ def pick_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows of groups: row ids int32 [B, 2], rewards float32 [B] and ended bool [B].
 
-    Where a group has no response, the rollout is -1 and the reward 0.
+    For a missing response, the rollout is -1 and the reward 0.
     """
     rewards = np.zeros((len(groups), group_size), np.float32)
     ended = np.ones((len(groups), group_size), np.bool_)
@@ -379,11 +379,11 @@ SECTIONS = (
     Section("algorithm", "", (
         field("dynamic_sampling", False, "DAPO: sample until a whole batch of groups has signal",
               SWITCH),
-        field("max_gen_batches", 10, "most rollouts of a step (dynamic_sampling, speed)",
+        field("max_gen_batches", 10, "most rollouts per step (dynamic_sampling, speed)",
               integer(1), SEVERAL_ROLLOUTS, neutral=1),
     )),
     Section("curriculum", "", (
-        field("screening", 2, "speed: responses of a group that screen its prompt; paper 4",
+        field("screening", 2, "speed: responses per group that screen its prompt; paper 4",
               integer(1), SCREENS),
         field("reuse_screening", True, "speed: train on the screening responses too (biased)",
               SWITCH, SCREENS),
@@ -415,11 +415,11 @@ def _screening(config: Values) -> Iterator[Check]:
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
     by_update = config.meaning("updates.old_logprobs").by_update
     yield "updates.old_logprobs", f"rollout {where}", not by_update
-    # Rows that share a prefix in a trie also share what the sampler allowed.
+    # Rows that share a prefix in a trie also share the tokens the sampler allowed.
     mixes = config.algorithm.keep_sampling_mask and config.meaning("updates.packing").share
     rule = (
         f"sequences or rows where algorithm.keep_sampling_mask is True and curriculum.name is "
-        f"{settings.name} (a group is of several policies)"
+        f"{settings.name} (a group comes from several policies)"
     )
     yield "updates.packing", rule, not mixes
 

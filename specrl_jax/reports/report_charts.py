@@ -1,10 +1,10 @@
-"""Charts of a run's report, as figures of Plotly: {"title", "note", "data", "layout"}.
+"""Charts of a run's report, as Plotly figures: {"title", "note", "data", "layout"}.
 
 Takes `Series` of runs, one colour each; up to four have the standard deviation over their seeds as
-a band. The page says whose colour is which. One series has a colour for each metric. A chart
-without data, or of zeros alone, is left out. Times are without steps that compiled. Each trace has
-the name of its series as "meta", and the steps of its points as "customdata" where these are not x.
-Colours are Okabe and Ito's, then Tol's.
+a band. The page has the legend of colours. A single series has a colour per metric. A chart without
+data, or with only zeros, is left out. Times exclude steps that compiled. Each trace has the name of
+its series as "meta", and the steps of its points as "customdata" if these are not x. Colours are
+Okabe and Ito's, then Tol's.
 """
 
 import itertools
@@ -30,47 +30,47 @@ _COLORS = (
     "#882255", "#44AA99", "#999933", "#332288", "#CC6677",
 )  # fmt: skip
 _DASHES = ("solid", "dot", "dash")
-_MAX_EPOCH_NAMES = 4  # in a chart, whose width they share; more epochs have lines without names
-_MARGIN = 0.05  # of a reward's axis beside its values, so that what is small looks small
-_MAX_BANDS = 4  # series with bands; those of more would cover each other
+_MAX_EPOCH_NAMES = 4  # per chart, whose width they share; more epochs have lines without names
+_MARGIN = 0.05  # on a reward's axis around its values, so that small changes look small
+_MAX_BANDS = 4  # series with bands; more would cover each other
 
 # Title → metrics. SPEC-RL (arXiv 2509.23232) shows the same three: reward, seconds, reuse.
 _OVERVIEW = {
     "Reward": ("reward/mean", "reward/eval"),
-    "Seconds of a step": ("time/step", "time/rollout", "time/update"),
+    "Seconds per step": ("time/step", "time/rollout", "time/update"),
     "Tokens of the responses": ("rollout/tokens_reused", "rollout/tokens_generated"),
 }
-# What the reward is drawn against besides steps: what it is, its total, a step's part of it.
+# What the reward is plotted against besides steps: its description, total, and part per step.
 _AGAINST = {
     "seconds": ("seconds of all steps so far", "time/total", "time/step"),
     "generated tokens": (
         "tokens generated so far", "data/tokens_generated", "rollout/tokens_generated"
     ),
 }  # fmt: skip
-_TOTALS = ("time/compile", "time/total")  # of what starts with "time/", not seconds of a step
+_TOTALS = ("time/compile", "time/total")  # names with "time/" that are not seconds of a step
 
 
 def color(number: int) -> str:
-    """Return the color of a series, or of a metric of the only series."""
+    """Return the color of a series, or of a metric of a single series."""
     return _COLORS[number % len(_COLORS)]
 
 
 def reward_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Return the ends of an axis of rewards; the values, of which one at least, are within both."""
+    """Return the ends of an axis of rewards that contains the values, at least one."""
     values = list(values)
     margin = max(_MARGIN, _MARGIN * (max(values) - min(values)))
     return min(values) - margin, max(values) + margin
 
 
 def overview_charts(series: Sequence[Series]) -> list[Chart]:
-    """Return reward, seconds and reuse, the curves to look at first; then what a reward cost."""
+    """Return reward, seconds and reuse, the curves to look at first; then the cost of a reward."""
     charts = [_chart(title, "", metrics, series) for title, metrics in _OVERVIEW.items()]
     charts += [_reward_against(what, series) for what in _AGAINST]
     return [chart for chart in charts if _is_drawn(chart)]
 
 
 def metric_charts(series: Sequence[Series]) -> list[tuple[str, list[Chart]]]:
-    """Return (prefix, a chart for each metric) by the prefixes of `METRICS`, in their order."""
+    """Return (prefix, a chart per metric) by the prefixes of `METRICS`, in their order."""
     found = {name for case in series for run in case.runs for x in run.records for name in x}
     by_prefix: dict[str, list[Chart]] = {name.partition("/")[0]: [] for name in METRICS}
     for name in [*METRICS, *sorted(found - METRICS.keys())]:
@@ -91,7 +91,7 @@ def _is_drawn(chart: Chart) -> bool:
 
 
 def _chart(title: str, note: str, metrics: Sequence[str], series: Sequence[Series]) -> Chart:
-    """Return a chart over steps. Several series have a dash for each of several metrics."""
+    """Return a chart over steps. With several series, each of several metrics has a dash style."""
     traces: list[dict] = []
     for i, case in enumerate(series):
         for j, metric in enumerate(metrics):
@@ -116,7 +116,7 @@ def _traces(
     series: Sequence[Series],
     place: tuple[int, int],
 ) -> list[dict]:
-    """Return the traces of a metric of a series; place: the numbers of the series and the metric.
+    """Return the traces of a metric of a series; place: the indices of the series and the metric.
 
     metrics: of the chart.
     """
@@ -136,7 +136,7 @@ def _reward_axis(traces: Sequence[dict]) -> dict[str, Any]:
 
 
 def _reward_against(what: str, series: Sequence[Series]) -> Chart:
-    """Return the chart of the rewards over a key of `_AGAINST`, its mean over the seeds."""
+    """Return the chart of the rewards over a key of `_AGAINST`, averaged over the seeds."""
     note, total, part = _AGAINST[what]
     metrics = _OVERVIEW["Reward"]
     traces: list[dict] = []
@@ -158,7 +158,7 @@ def _reward_against(what: str, series: Sequence[Series]) -> Chart:
 
 
 def _so_far(run: RecordedRun, total: str, part: str) -> dict[int, float]:
-    """Return a total by step; of a run that has not recorded it the sum of its parts."""
+    """Return a total by step; for a run that has not recorded it, the sum of its parts."""
     totals = {}
     sum_so_far = 0.0
     for record in run.records:
@@ -168,7 +168,7 @@ def _so_far(run: RecordedRun, total: str, part: str) -> dict[int, float]:
 
 
 def _key(metrics: Sequence[str]) -> Iterator[dict]:
-    """Yield traces without points, which name the metrics of all series by their dashes."""
+    """Yield traces without points that name the metrics of all series by their dash styles."""
     for metric, dash in zip(metrics, _DASHES):
         line = {"color": GREY, "width": 2, "dash": dash}
         nothing = {"type": "scatter", "mode": "lines", "x": [None], "y": [None]}
@@ -176,7 +176,7 @@ def _key(metrics: Sequence[str]) -> Iterator[dict]:
 
 
 def _lines(points: dict[int, list[float]], name: str, color: str, dash: str) -> list[dict]:
-    """Return the means over the seeds, and behind them their standard deviation as a band."""
+    """Return the means over the seeds, with their standard deviation as a band behind them."""
     steps = list(points)
     means = [statistics.fmean(values) for values in points.values()]
     spread = [deviation(values) for values in points.values()]

@@ -1,7 +1,7 @@
 """A run's report: WORKDIR/report.html, one file that loads nothing.
 
-Takes the work directories of one or several runs, finished or not. Charts are drawn by Plotly; the
-page holds its script. `report_page.html` is the page, with the viewer of the responses.
+Takes the work directories of one or several runs, finished or not. Charts are drawn by Plotly,
+whose script is in the page. `report_page.html` is the page, with the viewer of the responses.
 """
 
 import html
@@ -24,17 +24,17 @@ FILE_NAME = "report.html"
 
 _VIEWER_BYTES = 30 << 20  # of all records that the page shows
 _MOST_NAMES = 4  # of runs in the title
-_MOST_OF_THE_TIME = 0.05  # that refreshing may take
+_MOST_OF_THE_TIME = 0.05  # share of the time that refreshing may take
 
 
 def write_report(
     workdirs: Sequence[str | os.PathLike], file: str | os.PathLike, baseline: str = ""
 ) -> None:
-    """Write the report of runs, all of it or nothing.
+    """Write the report of runs atomically.
 
-    baseline: the series that the speed-ups of several refer to, by default the first. Raises
-    ValueError in one line where a work directory is none or is damaged, OSError where the file
-    cannot be written.
+    baseline: the series that the speed-ups of several are relative to, by default the first. Raises
+    a one-line ValueError if a work directory is invalid or damaged, OSError if the file cannot be
+    written.
     """
     runs = [reports.read_run(workdir) for workdir in workdirs]
     content = page(_data(runs, baseline))
@@ -48,10 +48,10 @@ def write_report(
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the HTML of the page's data. All text in it stays text, whatever it holds."""
+    """Return the HTML of the page's data. All text in it stays text, whatever it contains."""
     from plotly.offline import get_plotlyjs
 
-    # Without "<" no text can end the script element that holds it; the rest is ASCII.
+    # Without "<" no text can end the script element around it; the rest is ASCII.
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(data["title"]), "DATA": encoded, "PLOTLY": get_plotlyjs()}
     template = resources.files(__package__).joinpath("report_page.html").read_text("utf-8")
@@ -103,7 +103,7 @@ def _fields(series: Sequence[reports.Series]) -> list[tuple[str, list[str]]]:
 
 
 class ReportWriter:
-    """Keeps a run's report up to date. A failure is one warning, and ends nothing.
+    """Keeps a run's report up to date. A failure is one warning, and does not stop the run.
 
     active: False in processes that do not write. warn: shows a line to the user.
     """
@@ -127,7 +127,7 @@ class ReportWriter:
             write_report([self._workdir], self._workdir / FILE_NAME)
         except Exception as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
-            self._warn(f"warning: no {FILE_NAME}, training goes on: {reason}")
+            self._warn(f"warning: no {FILE_NAME}, training continues: {reason}")
             self._active = False
         self._written = time.monotonic()
         self._seconds = self._written - start

@@ -1,7 +1,7 @@
 """Data of the report's viewer: the recorded responses of a run.
 
-Takes `WORKDIR/rollouts` (`records`). Gives JSON-able dicts: the responses to a prompt, a column for
-each step that has them, with the text, source, log-prob and age of every token.
+Takes `WORKDIR/rollouts` (`records`). Returns JSON-able dicts: the responses to a prompt, a column
+per step that has them, with the text, source, log-prob and age of every token.
 """
 
 import statistics
@@ -64,7 +64,7 @@ def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) ->
 
 
 def _row(line: Response, advantage: float | None) -> dict[str, Any]:
-    """Return a response; single letters name what there is one of for every token."""
+    """Return a response; single letters name per-token values."""
     ends = line["token_ends"]
     return {
         "sample": line["sample"],
@@ -74,7 +74,7 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
         "failed": line["failed"],
         "ended": line["ended"],
         "prefix": line["prefix_len"],
-        # "" of an end of sequence, and of all but a character's last token.
+        # "" for an end of sequence, and for all but a character's last token.
         "t": [line["text"][start:end] for start, end in zip([0, *ends], ends)],
         "s": line["sources"],
         "l": [None if x is None else round(x, 3) for x in line["policy_logprobs"]],
@@ -84,7 +84,7 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
 
 
 def _parts(line: Response) -> list[tuple[int, str, float | None]]:
-    """Return what an episode consists of, in order; [] of a single response.
+    """Return the parts of an episode, in order; [] for a single response.
 
     A part is (its first token, who speaks, the turn's reward): the policy as "assistant", the
     environment in its role and without a reward.
@@ -103,7 +103,7 @@ def _parts(line: Response) -> list[tuple[int, str, float | None]]:
 def _advantages(
     kind: str, column: Sequence[Response], config: dict[str, Any]
 ) -> list[float | None]:
-    """Return advantages by `group_relative`; None where the run computed others, or has none."""
+    """Return advantages by `group_relative`; None if the run computed others, or has none."""
     rewards = [line["reward"] for line in column]
     size = config.get("rollout.group_size")
     by_group = config.get("algorithm.advantage") in ("auto", "group")
@@ -117,7 +117,7 @@ def _advantages(
 
 
 def _change(before: Sequence[Response], now: Sequence[Response]) -> float:
-    """1 − ROUGE-1 F1 of responses with the same number, mean; 0 of none."""
+    """Return the mean 1 − ROUGE-1 F1 of responses with the same number; 0 if there are none."""
     old = {line["sample"]: line["token_ids"] for line in before}
     overlaps = [rouge1(r["token_ids"], old[r["sample"]]) for r in now if r["sample"] in old]
     return 1 - statistics.fmean(overlaps) if overlaps else 0.0

@@ -1,6 +1,6 @@
-"""Runs as a report shows them: read from their work directories, seeds of a setting together.
+"""Runs in the form of a report: read from their work directories, seeds of a setting together.
 
-Takes WORKDIR/config.json and metrics.jsonl. Gives `Series`, and their headline figures.
+Takes WORKDIR/config.json and metrics.jsonl. Returns `Series`, and their headline figures.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from specrl_jax.inputs import json_object
 from specrl_jax.telemetry.metrics import FILE_NAME, read_metrics
 
 Record = dict[str, Any]
-# From records to one number; None where there is no value.
+# From records to one number; None if undefined.
 Figure = Callable[[Sequence[Record]], float | None]
 
-# A run of a sweep is in a work directory that is named CASE,seed=N.
+# The work directory of a sweep's run is named CASE,seed=N.
 _OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
-# Fields of the configuration in which seeds of one setting may differ.
+# Configuration fields that may differ between seeds of one setting.
 _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
-# A step that compiled for more than this share of its seconds says nothing about later ones.
+# A step that compiled for more than this share of its seconds is not representative.
 _COMPILED = 0.05
-# Seconds: in a shorter step the cost of starting programs hides that of the tokens.
+# Seconds: in a shorter step the overhead of starting programs hides the cost of tokens.
 _SHORT_STEP = 0.1
 _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
 
@@ -72,8 +72,8 @@ class Mean(NamedTuple):
     """Mean of a figure over runs."""
 
     value: float
-    deviation: float  # the sample's standard deviation; 0 of one run
-    count: int  # of the runs that have the figure
+    deviation: float  # the sample's standard deviation; 0 for one run
+    count: int  # of runs with the figure
 
     @property
     def error(self) -> float:
@@ -82,15 +82,15 @@ class Mean(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Runs of one setting, which differ in their seed."""
+    """Runs of one setting with different seeds."""
 
     name: str
     runs: list[RecordedRun]
 
     def values(self, name: str, steady: bool = False) -> dict[int, list[float]]:
-        """Return a metric by step, of every run that has it there; without what is not finite.
+        """Return a metric by step, from every run that has it there; only finite values.
 
-        steady: without the steps at which a run compiled.
+        steady: without the steps in which a run compiled.
         """
         by_step: dict[int, list[float]] = {}
         for run in self.runs:
@@ -100,7 +100,7 @@ class Series:
         return dict(sorted(by_step.items()))
 
     def mean(self, figure: Callable[[RecordedRun], float | None]) -> Mean | None:
-        """Return the mean over the runs that have a figure; None where no run has it."""
+        """Return the mean over the runs with this figure; None if no run has it."""
         figures = [x for run in self.runs if (x := figure(run)) is not None]
         if not figures:
             return None
@@ -108,12 +108,12 @@ class Series:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the sample's standard deviation; 0 of one value."""
+    """Return the sample's standard deviation; 0 for one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def read_run(workdir: str | os.PathLike) -> RecordedRun:
-    """Read a work directory; ValueError in one line where it is not one of a run."""
+    """Read a work directory; a one-line ValueError if it is not a run's."""
     workdir = Path(workdir)
     if not (workdir / FILE_NAME).is_file():
         raise ValueError(f"{workdir} must be a run's work directory, it has no {FILE_NAME}")
@@ -155,7 +155,7 @@ def series(runs: Sequence[RecordedRun]) -> list[Series]:
 
 
 def values(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
-    """(step, value) where a metric exists and is finite."""
+    """Return (step, value) where a metric exists and is finite."""
     points = ((record["step"], record.get(name)) for record in records)
     return [(step, x) for step, x in points if x is not None and math.isfinite(x)]
 
@@ -171,13 +171,13 @@ def metric(name: str, reduce: Callable[[list[float]], float]) -> Figure:
 
 
 def median_seconds(name: str) -> Figure:
-    """Median of a time ("time/step", "time/rollout") over the steps that did not compile."""
+    """Return the median of a time ("time/step", "time/rollout") over steps that did not compile."""
     median = metric(name, statistics.median)
     return lambda records: median(without_compiling(records))
 
 
 def without_compiling(records: Iterable[Record]) -> list[Record]:
-    """Return the steps that spent at most a twentieth of their time on compiling."""
+    """Return the steps that spent at most a twentieth of their time compiling."""
     return [
         record
         for record in records
@@ -186,21 +186,21 @@ def without_compiling(records: Iterable[Record]) -> list[Record]:
 
 
 def reused_fraction(records: Sequence[Record]) -> float | None:
-    """Share of reused tokens in all tokens of the policy, not the mean of the steps' shares."""
+    """Return the share of reused tokens in all tokens of the policy, not the mean over steps."""
     reused = metric("rollout/tokens_reused", math.fsum)(records) or 0.0
     generated = metric("rollout/tokens_generated", math.fsum)(records) or 0.0
     return reused / (reused + generated) if reused + generated else None
 
 
 def epoch_seconds(run: RecordedRun, part: str) -> dict[int, float]:
-    """Return a part's ("rollout") median seconds by epoch, if it has steps that did not compile."""
+    """Return a part's ("rollout") median seconds by epoch, if some of its steps did not compile."""
     figure = median_seconds(f"time/{part}")
     medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
     return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
 def seconds(run: RecordedRun, part: str) -> float | None:
-    """Return a part's seconds of all steps; None where all steps of an epoch compiled."""
+    """Return a part's seconds over all steps; None if all steps of an epoch compiled."""
     medians = epoch_seconds(run, part)
     if not medians or len(medians) < len(run.epochs):
         return None
@@ -208,13 +208,13 @@ def seconds(run: RecordedRun, part: str) -> float | None:
 
 
 def same_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
-    """Return the run of a series that has this run's seed."""
+    """Return the run of a series with the same seed as this run."""
     seed = run.config.get("seed")
     return next((other for other in series.runs if other.config.get("seed") == seed), None)
 
 
 def reward_moved(run: RecordedRun) -> bool:
-    """Return False where several steps had equal rewards in each group; with a critic, in all."""
+    """Return False if several steps had equal rewards in each group; with a critic, in all."""
     if len(run.steps) < 2:
         return True
     without_signal = [x for _, x in values(run.steps, "reward/no_signal")]
@@ -224,7 +224,7 @@ def reward_moved(run: RecordedRun) -> bool:
 
 
 def has_short_steps(run: RecordedRun) -> bool:
-    """Return whether the seconds of a run's steps say nothing about what a reuse saves."""
+    """Return whether a run's steps are too short for their seconds to show what reuse saves."""
     median = median_seconds("time/step")(run.steps)
     return median is not None and median < _SHORT_STEP
 
@@ -232,9 +232,9 @@ def has_short_steps(run: RecordedRun) -> bool:
 def _compares_with_first_epoch(run: RecordedRun) -> bool:
     """Return whether later epochs can be compared with the first.
 
-    They cannot where the first epoch is not plain (it reused tokens), no draft was ever used, or
-    the reward never moved: responses that are all wrong are reused whole, and say nothing of a run
-    that learns.
+    They cannot if the first epoch is not plain (it reused tokens), no draft was ever used, or the
+    reward never moved: responses that are all wrong are reused whole, which does not represent a
+    run that learns.
     """
     first = run.first_epoch
     drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
@@ -244,8 +244,8 @@ def _compares_with_first_epoch(run: RecordedRun) -> bool:
 def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | None:
     """Return a part's median seconds in the first epoch over those in later ones, or the last.
 
-    Steps that compiled are left out. None where the epochs cannot be compared, an epoch on either
-    side has no step left, or steps are so short that their seconds say nothing.
+    Steps that compiled are left out. None if the epochs cannot be compared, an epoch on either side
+    has no steps left, or steps are too short for their seconds to be meaningful.
     """
     if not _compares_with_first_epoch(run) or has_short_steps(run):
         return None
@@ -256,7 +256,7 @@ def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | N
 def work_saved(run: RecordedRun, name: str, last_epoch: bool = False) -> float | None:
     """Return a count's ("row_steps") mean in the first epoch over that in later ones, or the last.
 
-    None where the epochs cannot be compared.
+    None if the epochs cannot be compared.
     """
     if not _compares_with_first_epoch(run):
         return None
@@ -273,7 +273,7 @@ def _over(figure: Figure, first: Sequence[Record], later: Sequence[Record]) -> f
 def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float | None]:
     """Return a figure: `seconds` of the baseline's run with the same seed over the run's own.
 
-    None too where the baseline's steps are so short that their seconds say nothing.
+    Also None if the baseline's steps are too short for their seconds to be meaningful.
     """
 
     def figure(run: RecordedRun) -> float | None:
@@ -301,7 +301,7 @@ FIGURES: tuple[Headline, ...] = (
     ("tokens generated",
      lambda x: metric("rollout/tokens_generated", math.fsum)(x.steps), "{:,.0f}"),
     ("row steps", lambda x: metric("rollout/row_steps", math.fsum)(x.steps), "{:,.0f}"),
-    ("seconds of all steps, compilation too",
+    ("seconds of all steps, including compilation",
      lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
 )  # fmt: skip
 _WORK: tuple[Headline, ...] = (
@@ -313,31 +313,31 @@ _SECONDS: tuple[Headline, ...] = (
     ("rollout speed-up over its first epoch", lambda x: speed_up(x, "rollout"), "{:.2f}×"),
     ("whole-step speed-up over its first epoch", lambda x: speed_up(x, "step"), "{:.2f}×"),
 )
-ALONE: tuple[Headline, ...] = (*FIGURES, *_WORK, *_SECONDS)  # of a series without others beside it
+ALONE: tuple[Headline, ...] = (*FIGURES, *_WORK, *_SECONDS)  # for a single series
 SECONDS_SAY_NOTHING = (
-    f"A step takes less than {_SHORT_STEP:g} s, which starting programs takes, not computing "
-    "tokens: its seconds say nothing of what reuse saves, and no speed-up is shown. Row steps and "
+    f"A step takes less than {_SHORT_STEP:g} s, which goes into starting programs, not computing "
+    "tokens: its seconds do not show what reuse saves, so no speed-up is shown. Row steps and "
     "tokens do."
 )
 _COMMON = (
-    "Verification is part of the rollout. Steps that spent more than 5 % of their time on "
-    "compiling are left out. Row steps are the work: rows × decode steps. Of several seeds: mean ± "
+    "Verification is part of the rollout. Steps that spent more than 5 % of their time compiling "
+    "are left out. Row steps are the work: rows × decode steps. With several seeds: mean ± "
     "standard deviation."
 )
 RECKONED = (
     "Speed-up: the median seconds of a step in the run's own first epoch over the median in all "
-    "later epochs; of row steps and tokens the mean of a step. In the first epoch nothing was "
-    "drafted from earlier responses, and updates are "
-    "packed as later: this is not a comparison with plain GRPO. A dash: no step on one side, no "
-    f"drafts, a first epoch that reused tokens, or a reward that never moved. {_COMMON}"
+    "later epochs; for row steps and tokens the mean over steps. In the first epoch nothing was "
+    "drafted from earlier responses, and updates are packed as in later ones: this is not a "
+    "comparison with plain GRPO. A dash: no step on one side, no drafts, a first epoch that reused "
+    f"tokens, or a reward that never moved. {_COMMON}"
 )
 
 
 def shown_figures(series: Sequence[Series]) -> tuple[tuple[Headline, ...], str]:
     """Return the headline figures to show, and how they are computed.
 
-    Several series are compared with the first; one with its own first epoch. Where steps are short
-    the figures have no speed-up, and the text starts with the reason.
+    Several series are compared with the first; a single one with its own first epoch. If steps are
+    short there is no speed-up, and the text starts with the reason.
     """
     short = any(has_short_steps(run) for run in series[0].runs)
     if len(series) > 1:
@@ -351,7 +351,7 @@ def shown_figures(series: Sequence[Series]) -> tuple[tuple[Headline, ...], str]:
 
 
 def figures_over(baseline: Series) -> tuple[tuple[Headline, ...], str]:
-    """Return the headline figures of series beside a baseline, and how they are computed."""
+    """Return the headline figures of series next to a baseline, and how they are computed."""
     name = baseline.name
     figures = (
         *FIGURES,
@@ -361,12 +361,12 @@ def figures_over(baseline: Series) -> tuple[tuple[Headline, ...], str]:
     return figures, (
         f"Speed-up: the seconds of {name} over those of the other, seed by seed. Seconds are those "
         "of all steps: for each epoch the median of the steps that did not compile, times its "
-        f"steps; a dash where all of an epoch compiled. {_COMMON}"
+        f"steps; a dash if all of an epoch compiled. {_COMMON}"
     )
 
 
 def headline(series: Series, figures: Sequence[Headline] = ALONE) -> list[tuple[str, str, str]]:
-    """(name, mean, "± deviation" or "") of every figure of a series, as text."""
+    """Return (name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in figures:
         mean = series.mean(figure)
@@ -400,7 +400,7 @@ _EPOCH_COLUMNS: tuple[tuple[str, Figure, str], ...] = (
 _LEGEND = (
     "Means: reward, prefix (tokens), whole (responses reused whole). eval: the epoch's last.\n"
     "reuse: reused over all response tokens. Sums: generated, reused, row_steps (rows × decode\n"
-    "steps: the work). Seconds of a step: medians over steps that did not compile."
+    "steps: the work). Seconds per step: medians over steps that did not compile."
 )
 _LOOK_AT = (
     "Read responses in report.html: are they cut, does the reward function fail\n"
@@ -409,7 +409,7 @@ _LOOK_AT = (
 
 
 def summarize(run: RecordedRun) -> str:
-    """First, best and last rewards, a row for each epoch, and the speed-ups; or one sentence."""
+    """Return first, best and last rewards, a row per epoch, and the speed-ups; or one sentence."""
     epochs = run.epochs
     if not epochs:
         return "No training step was recorded."
@@ -440,7 +440,7 @@ def _headlines(records: Sequence[Record]) -> list[str]:
 
 
 def _closing(run: RecordedRun) -> list[str]:
-    """Say how much faster later epochs were than the first, if it can, or that it never learned."""
+    """Return how much faster later epochs were than the first, or that the run never learned."""
     if not reward_moved(run):
         rewards = [reward for _, reward in values(run.steps, "reward/mean")]
         still = f"The reward never moved, it is {rewards[0]:.3f} at every step"

@@ -1,7 +1,7 @@
-"""Training runs under several settings and seeds, each a process of launch/train.py.
+"""Training runs with several settings and seeds, each a process of launch/train.py.
 
-Takes settings from flags or from a configuration's `get_hyper`. Gives work directories that the
-same sweep reads again: a finished run is not started, an unfinished one resumes.
+Takes settings from flags or from a configuration's `get_hyper`. Creates work directories that the
+same sweep reads again: finished runs are not started, unfinished ones resume.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ _SHOWS_EVERY = 10.0  # seconds; the newest line of a run's output
 _HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of telemetry.console
 _WARNING = re.compile(r"^warning: .*", re.MULTILINE)
 _STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
-# What a run that a signal ended says last; it exits with 0, as it saved all it had.
+# Last line of a run that a signal ended; it exits with 0, as it saved everything.
 _STOPPED_AT = re.compile(r"SIG\w+, saved at step \d+ of \d+")
-_STOPPED = re.compile(rf"({_STOPPED_AT.pattern}); run the same command to go on")
+_STOPPED = re.compile(rf"({_STOPPED_AT.pattern}); run the same command to resume")
 _ENDED = re.compile(r"^ended with -?\d+: ")
-# What a run says that ended as a number was not finite.
+# Message of a run that ended because a number was not finite.
 _DIVERGED = re.compile(r"(step \d+|warm-up): [^;]* is (-?inf|nan)\b[^;]*")
 
 
@@ -62,12 +62,12 @@ class TrainingRun:
 
     @property
     def done(self) -> Path:
-        """File that holds `config` once the run has come to its end."""
+        """File with `config`, written once the run has finished."""
         return self.workdir / "done.json"
 
     @property
     def finished(self) -> bool:
-        """True where the run came to its end, under this configuration."""
+        """True if the run has finished with this configuration."""
         return self.done.exists() and self.done.read_text("utf-8") == self.config
 
 
@@ -107,7 +107,7 @@ def config_sweep(config: str) -> hyper.Sweep:
         raise ValueError(f"give --sweep or --case, or define get_hyper(hyper) in {config}")
     overrides = get_hyper(hyper) if inspect.signature(get_hyper).parameters else get_hyper()
     if not isinstance(overrides, list) or not all(isinstance(x, Mapping) for x in overrides):
-        raise ValueError(f"get_hyper of {config} must give a list of dicts, got {overrides!r}")
+        raise ValueError(f"get_hyper of {config} must return a list of dicts, got {overrides!r}")
     return [{k.removeprefix("config."): v for k, v in x.items()} for x in overrides]
 
 
@@ -129,7 +129,7 @@ def _name(value: Any) -> str:
 
 
 def _flag_text(value: Any) -> str:
-    """Return a value as --config.FIELD takes it; e^0.5 is 1.6487."""
+    """Return a value in the form of --config.FIELD; e^0.5 is 1.6487."""
     power = re.fullmatch(r"e\^(-?\d+(\.\d+)?)", str(value))
     return repr(math.exp(float(power[1]))) if power else str(value)
 
@@ -139,8 +139,8 @@ def training_runs(
 ) -> list[TrainingRun]:
     """Return every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
 
-    Raises ValueError in one line where a configuration is not valid, a flag has no effect, or two
-    runs would share a work directory.
+    Raises a one-line ValueError if a configuration is invalid, a flag has no effect, or two runs
+    would share a work directory.
     """
     runs: dict[Path, TrainingRun] = {}
     flags_by_case = _flags(cases, rest)
@@ -166,13 +166,13 @@ def training_runs(
 def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the flags of each case, without the shared ones that do nothing there.
 
-    Drafts, for example, have no rule of acceptance in the case without drafts.
+    For example, the case without drafts has no acceptance rule.
     """
     flags_by_case = []
-    idle: list[dict[str, str]] = []  # of each case: shared flag → why it does nothing there
+    idle: list[dict[str, str]] = []  # for each case: shared flag → why it has no effect there
     for case in cases:
         own = [f"--config.{change}" for change in case.changes]
-        # The last flag of a field counts: what is swept goes after what is shared.
+        # The last flag of a field counts: swept flags go after shared ones.
         config = cli.read_config((f"--config={case.config}", *shared, *own))
         schema().validate(config)
         for flag in own:
@@ -197,10 +197,10 @@ def _field(flag: str) -> str:
 
 
 class Training:
-    """Function that trains a run to its end and returns "", or one line that says why it failed.
+    """Function that trains a run to its end and returns "", or one line with the reason it failed.
 
-    submitit can send it to a cluster. The process gets SIGTERM, so that it saves, where this one
-    is interrupted.
+    submitit can send it to a cluster. When this process is interrupted, the run gets SIGTERM, so
+    that it saves.
     """
 
     def __init__(self, run: TrainingRun):
@@ -212,7 +212,7 @@ class Training:
         output = self._run.workdir / "output.txt"
         run.workdir.mkdir(parents=True, exist_ok=True)
         with (run.workdir / "lock").open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep must end first
         with output.open("a+", encoding="utf-8", errors="replace") as file:
             start = file.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
@@ -220,7 +220,7 @@ class Training:
                 stdout=file,
                 stderr=file,
                 env=self._environment(),
-                start_new_session=True,  # Ctrl-C is for this process, which passes it on once
+                start_new_session=True,  # Ctrl-C reaches only this process, which passes it on once
             )
             try:
                 code = self._wait(output, start)
@@ -230,7 +230,7 @@ class Training:
             file.seek(start)
             said = file.read().strip()
         if code:
-            last = said.split("\n")[-1].strip().removeprefix("error: ") or "it said nothing"
+            last = said.split("\n")[-1].strip().removeprefix("error: ") or "it printed nothing"
             return f"ended with {code}: {last}; see {output}"
         if stopped := _STOPPED.search(said):
             return stopped[1]
@@ -239,7 +239,7 @@ class Training:
 
     def _wait(self, output: Path, start: int) -> int:
         """Return the exit code; until then show the newest line of the output from `start` on."""
-        _say(f"{self._run.workdir.name}: runs, all that it says is in {output}")
+        _say(f"{self._run.workdir.name}: running, with its output in {output}")
         shown = set()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,23 +253,23 @@ class Training:
                     _say(line)
 
     def stop(self) -> None:
-        """Have the run finish its step and save."""
+        """Make the run finish its step and save."""
         self._process.terminate()
         with contextlib.suppress(ChildProcessError):  # it has ended
             # Not `wait`: a signal's handler calls this while `wait` holds its lock.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
     def checkpoint(self):
-        """Return what submitit runs later, after a job's time limit or where it makes way."""
+        """Return what submitit runs later, after a job's time limit or preemption."""
         from submitit.helpers import DelayedSubmission
 
         self.stop()
         return DelayedSubmission(Training(self._run))
 
     def _environment(self) -> dict[str, str]:
-        """Add wandb's group (the sweep) and tags (case, seed); the user's own go first."""
+        """Add wandb's group (the sweep) and tags (case, seed); the user's own take precedence."""
         workdir = self._run.workdir
-        # wandb takes at most 64 letters of a tag, and cuts none itself.
+        # wandb allows at most 64 characters per tag, and does not truncate.
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
         names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
         return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
@@ -279,15 +279,15 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# Starts a run; what it gives waits for the end, and gives "" or why the run failed.
+# Starts a run; the result waits for its end, and returns "" or why the run failed.
 Submit = Callable[[TrainingRun], Callable[[], str]]
 
 
 def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
-    """Return how runs start.
+    """Return the function that starts runs.
 
-    cluster: "" one after another here, else submitit's "slurm" or "local" (processes here, at the
-        same time). options: of its `update_parameters`.
+    cluster: "" to run them one by one here, else submitit's "slurm" or "local" (parallel processes
+        here). options: of its `update_parameters`.
     """
     if not cluster:
         return Training
@@ -305,7 +305,7 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
 
     def submit(run: TrainingRun) -> Callable[[], str]:
         noted = run.workdir / "job"
-        if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
+        if cluster == "slurm" and noted.exists():  # from an earlier sweep, which was stopped
             job = submitit.SlurmJob(folder / "jobs", noted.read_text("utf-8"))
             if not job.done():
                 return functools.partial(_result, job, noted)
@@ -329,13 +329,13 @@ def _result(job: Any, noted: Path) -> str:
 
 
 def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
-    """Train every run that is not finished, and say on stderr how each goes and how it ended.
+    """Train every run that is not finished; report on stderr how each proceeds and ends.
 
     Returns why runs failed, by work directory.
     """
     waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
     if submit is not Training:
-        waits = list(waits)  # they run at the same time
+        waits = list(waits)  # start all of them, to run in parallel
     failed = {}
     for number, (run, wait) in enumerate(waits, start=1):
         if reason := wait():
@@ -346,7 +346,7 @@ def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
 
 
 def _state(reason: str) -> str:
-    """Return in short what became of a run; reason: why it failed, "" of one that did not."""
+    """Return a run's outcome in short; reason: why it failed, "" if it did not."""
     if not reason:
         return sweep_table.DONE
     if diverged := _DIVERGED.search(reason):
@@ -363,7 +363,7 @@ def write_results(
     folder: Path,
     target: float = 0.0,
 ) -> str:
-    """Write the table of all runs, and plots and report of those that came to their end.
+    """Write the table of all runs, and plots and a report of the finished ones.
 
     Returns the Markdown.
     """
@@ -375,7 +375,7 @@ def write_results(
     text = sweep_table.write(swept, baseline, folder, target)
     done = [run for run in runs if run.workdir not in failed]
     if not done:
-        return f"{text}\n\nNo run came to its end. {folder / 'sweep.md'}, sweep.csv"
+        return f"{text}\n\nNo run finished. {folder / 'sweep.md'}, sweep.csv"
     report = report_page.FILE_NAME
     report_page.write_report([run.workdir for run in done], folder / report, baseline)
     return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {report}"

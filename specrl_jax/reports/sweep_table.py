@@ -1,7 +1,7 @@
-"""A sweep as SPEC-RL's Table 3 (arXiv 2509.23232): a line a case, next to a baseline case.
+"""Sweep in the form of SPEC-RL's Table 3 (arXiv 2509.23232): a line per case, and a baseline case.
 
-Takes the runs of every case (`SweptRun`). Gives Markdown and two plots, in which a case is the mean
-of its runs that came to their end, and CSV with a row for each run.
+Takes the runs of every case (`SweptRun`). Returns Markdown and two plots, in which a case is the
+mean of its finished runs, and CSV with a row per run.
 """
 
 import csv
@@ -30,10 +30,10 @@ _PARTS = ("rollout", "update", "step")
 _FIGURES = {name: figure for name, figure, _ in FIGURES}
 _REWARD = "held-out reward, last"
 HOW = (
-    "Means over the seeds that came to their end, whose number is in the second column; of the "
-    "reward ± its standard error. Seconds are those of all steps: "
-    "for each epoch the median of the steps that did not compile, times its steps; a dash where "
-    "all compiled. Verification is part of the rollout. Speed-ups are against the first line, "
+    "Means over the finished seeds, whose number is in the second column; for the reward ± its "
+    "standard error. Seconds are those of all steps: "
+    "for each epoch the median of the steps that did not compile, times its steps; a dash if all "
+    "compiled. Verification is part of the rollout. Speed-ups are relative to the first line, "
     "seed by seed."
 )
 
@@ -43,18 +43,18 @@ DONE = "done"
 
 @dataclasses.dataclass(frozen=True)
 class SweptRun:
-    """A case with one seed: what was set, and what became of it."""
+    """A case with one seed: its settings and its outcome."""
 
     case: str
     seed: int
-    settings: Mapping[str, Any]  # field → value, of the fields that some case sets
-    state: str  # `DONE`, or how the run ended before its end
-    record: RecordedRun | None  # None: it did not come to its end
+    settings: Mapping[str, Any]  # field → value, for the fields that some case sets
+    state: str  # `DONE`, or how the run ended early
+    record: RecordedRun | None  # None: it did not finish
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A figure of every run, and how a case's mean is written."""
+    """A figure of every run, and the format of a case's mean."""
 
     name: str
     figure: Callable[[RecordedRun], float | None]
@@ -66,15 +66,15 @@ class Column:
 
 
 def until_reward(run: RecordedRun, name: str, target: float) -> float | None:
-    """Return the sum of a metric until a held-out reward was reached; None where it was not."""
+    """Return the sum of a metric until a held-out reward was reached; None if it was not."""
     reached = [r["step"] for r in run.records if r.get("reward/eval", -math.inf) >= target]
     return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
 
 
 def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
-    """(the first step whose recorded responses differ, or None; tokens compared until then).
+    """Return (the first step whose recorded responses differ, or None; tokens compared until then).
 
-    Responses that only one of the runs has, of another prompt or of a larger group, do not count.
+    Responses that only one of the runs has, of another prompt or a larger group, do not count.
     """
     compared = 0
     for step in sorted(set(recorded_steps(workdir)) & set(recorded_steps(other))):
@@ -96,7 +96,7 @@ def _tokens(workdir: Path, step: int) -> dict[tuple[str, int], list[int]]:
 
 
 def columns(baseline: Series, target: float = 0.0) -> list[Column]:
-    """Return the columns of the table. target: a held-out reward; adds what it took to reach it."""
+    """Return the columns of the table. target: a held-out reward; adds the cost of reaching it."""
     table = [
         Column("generated tokens", _FIGURES["tokens generated"], "{:,.0f}"),
         Column("row steps", _FIGURES["row steps"], "{:,.0f}"),
@@ -128,7 +128,7 @@ def _cell(series: Series, column: Column) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, padded so that it reads as text too; the first row is the heading."""
+    """Return a table, padded to be readable as text too; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(f"{x:<{w}}" if i == 0 else f"{x:>{w}}"
@@ -140,7 +140,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(cases: Sequence[Series], chosen: Sequence[Column], swept: Sequence[SweptRun]) -> str:
-    """Return the table in Markdown; its last column says which runs did not come to their end."""
+    """Return the table in Markdown; its last column lists which runs did not finish."""
     is_whole = all(run.state == DONE for run in swept)
     heading = ["case", "seeds", *(column.name for column in chosen)]
     rows = [heading if is_whole else [*heading, "state"]]
@@ -156,11 +156,11 @@ def table(cases: Sequence[Series], chosen: Sequence[Column], swept: Sequence[Swe
 
 
 def epoch_table(cases: Sequence[Series]) -> str:
-    """Return seconds of a step's parts by epoch, and how many times as fast as the first case's.
+    """Return seconds of a step's parts by epoch, and their speed-up over the first case.
 
     The table is in Markdown.
     """
-    rows = [["seconds a step", *(case.name for case in cases)]]
+    rows = [["seconds per step", *(case.name for case in cases)]]
     for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
         for part in _PARTS:
             means = [_epoch_mean(case, part).get(epoch, (0.0,))[0] for case in cases]
@@ -180,7 +180,7 @@ def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
 
 
 def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
-    """Say until which step a case has the baseline's tokens, if its runs record all responses."""
+    """Report up to which step a case has the baseline's tokens, if runs record all responses."""
     lines = []
     for case in cases:
         ends = []
@@ -200,8 +200,8 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
 def write(swept: Sequence[SweptRun], baseline: str, folder: Path, target: float = 0.0) -> str:
     """Write sweep.md, sweep.csv, sweep.png and epochs.png in `folder`; return the Markdown.
 
-    There are no plots where no run came to its end. baseline: name of the case that speed-ups
-    refer to.
+    There are no plots if no run finished. baseline: name of the case that speed-ups are relative
+    to.
     """
     done: dict[str, list[RecordedRun]] = {run.case: [] for run in swept}
     for run in swept:
@@ -224,7 +224,7 @@ def write(swept: Sequence[SweptRun], baseline: str, folder: Path, target: float 
 
 
 def _write_csv(swept: Sequence[SweptRun], chosen: Sequence[Column], file: Path) -> None:
-    """Write a row for each run: case, what was set, seed, state, figures."""
+    """Write a row per run: case, settings, seed, state, figures."""
     fields = list(dict.fromkeys(field for run in swept for field in run.settings))
     with file.open("w", encoding="utf-8", newline="") as opened:
         rows = csv.writer(opened)
@@ -260,17 +260,17 @@ def _trim(ax: Any, title: str) -> None:
 
 
 def _seeds(cases: Sequence[Series], error: str) -> str:
-    """Say what the error bars are, or that one seed has none."""
+    """Describe the error bars, or state that one seed has none."""
     fewest = min(len(case.runs) for case in cases if case.runs)
     most = max(len(case.runs) for case in cases)
     if most == 1:
         return "one seed, no error bars"
     number = f"{fewest} seeds" if fewest == most else f"{fewest} to {most} seeds"
-    return f"{number}, ± {error}{' where there are several' * (fewest == 1)}"
+    return f"{number}, ± {error}{' if there are several' * (fewest == 1)}"
 
 
 def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
-    """Draw a line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
+    """Draw a line per case: tokens and speed-ups as bars, reward as a point; standard errors."""
     missing = Mean(math.nan, 0.0, 1)
     panels = {x: [case.mean(x.figure) for case in cases] for x in chosen if x.name in _PLOTTED}
     panels = {x: points for x, points in panels.items() if any(points)}
@@ -317,16 +317,16 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
                       label=case.name, yerr=[*map(deviation, rewards.values())], lw=1.6,
                       elinewidth=0.6)  # fmt: skip
     for ax, part in zip(parts, _PARTS):
-        ax.set(xlabel="epoch", ylabel="seconds a step")
+        ax.set(xlabel="epoch", ylabel="seconds per step")
         _trim(ax, part.capitalize())
     last.set(xlabel="step")
     shown = last.dataLim.intervaly
-    if math.isfinite(shown[0]):  # not where nothing was held out
+    if math.isfinite(shown[0]):  # not if nothing was held out
         last.set_ylim(reward_limits(shown))
     _trim(last, "Held-out reward")
     for ax in (*parts, last):
         ax.xaxis.get_major_locator().set_params(integer=True)
-    ncols = max(1, 180 // (8 + max(len(case.name) for case in cases)))  # what the width holds
+    ncols = max(1, 180 // (8 + max(len(case.name) for case in cases)))  # as many as fit
     figure.legend(
         ncols=ncols, loc="outside lower left", frameon=False, fontsize="small", alignment="left",
         title=_seeds(cases, "standard deviation"), title_fontsize="small",

@@ -1,10 +1,10 @@
 """Reward `code`: tests of the code in a response.
 
-Takes a response and the tests of its problem (`code_forms`); gives 1 where all pass, else 0. The
-response's code runs in a process of its own (`code_process`), the tests in the scorer's. Plain data
-alone pass between the two, so code can neither leave the tests early, nor change what checks it,
-nor give an object that equals everything. It cannot read the tests either: they are in no memory
-that it can reach. The rights and limits of both processes are those of the reward worker. No JAX.
+Takes a response and its problem's tests (`code_forms`); returns 1 if all pass, else 0. The
+response's code runs in its own process (`code_process`), the tests in the scorer's. Only plain data
+passes between the two, so code can neither leave the tests early, nor change what checks it, nor
+return an object that equals everything. It cannot read the tests either: they are in no memory that
+it can reach. Both processes have the rights and limits of the reward worker. No JAX.
 """
 
 import builtins
@@ -26,7 +26,7 @@ _MAY = (
     "tests may call its functions, and methods of a class Solution, with numbers, text, lists, "
     "tuples, sets, dicts, dates, and catch built-in errors"
 )
-# What judges define ahead of code whose function is called, and code written for them expects.
+# What judges predefine for code whose function is called, and such code expects.
 _IMPORTS = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re\n"
     "import string, sys\n"
@@ -38,10 +38,10 @@ _IMPORTS = (
 def score_code(response: str, answer: str, task: str, metadata: dict) -> float:
     """Return 1 if the code in the response passes the tests in `answer`, else 0.
 
-    The code is what the last ``` fence with code holds, else the whole response. Cases are tried
-    one after another, up to the first that fails. Python tests are run from top to bottom, then
-    their functions test*() are called. Where they have a line `{response}`, what stands before it
-    is run ahead of the response's code, whose last function or class the response may replace.
+    The code is the content of the last ``` fence with code, else the whole response. Cases are
+    tried one by one, up to the first that fails. Python tests run from top to bottom, then their
+    functions test*() are called. If they have a line `{response}`, what precedes it runs before the
+    response's code, which may replace its last function or class.
     """
     sys.set_int_max_str_digits(0)
     tests = read_tests(answer, metadata)
@@ -89,7 +89,7 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
             solution.ask("load", (tests.unfinished if is_rest else tests.head) + code, "")
             for name in sorted(tests.used - own):
                 ignored: list[type] = [AttributeError]
-                if name in tests.stored:  # in the place of an object of the response
+                if name in tests.stored:  # replaces an object of the response
                     ignored.append(UnsuitedTestsError)
                 with contextlib.suppress(*ignored):
                     names[name] = solution.get(name)
@@ -101,7 +101,7 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
             if solution.fault:
                 raise solution.fault
             if not solution.calls:
-                raise UnsuitedTestsError(f"{_TESTS} call nothing of the response")
+                raise UnsuitedTestsError(f"{_TESTS} call nothing from the response")
         except UnsuitedTestsError:
             raise
         except ImportError as error:
@@ -114,15 +114,15 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
 
 
 class UnsuitedTestsError(BaseException):  # which tests that expect an Exception do not catch
-    """Tests cannot tell right from wrong code."""
+    """Tests that cannot tell right from wrong code."""
 
 
 class _BrokenError(BaseException):
-    """Process of the response has ended, wants to, or sends nonsense."""
+    """The response's process has ended, wants to end, or sends nonsense."""
 
 
 class CodeProcess(contextlib.AbstractContextManager):
-    """Process with a response's code, as tests and tools see it."""
+    """Process with a response's code, as seen by tests and tools."""
 
     def __init__(self):
         self.calls = 0  # of what the response has defined
@@ -132,7 +132,7 @@ class CodeProcess(contextlib.AbstractContextManager):
         self._pid = _start(requests, replies)
         os.close(requests)
         os.close(replies)
-        self._replies = open(replies_fd, "rb")  # noqa: SIM115 - as long as the process
+        self._replies = open(replies_fd, "rb")  # noqa: SIM115 - for the process's lifetime
         self.ask("begin", containment.free_memory(), sys.path)
 
     def __exit__(self, *_) -> None:
@@ -142,12 +142,12 @@ class CodeProcess(contextlib.AbstractContextManager):
         self._replies.close()
 
     def get(self, path: str) -> Any:
-        """Return what a path names in the response's module. Raises AttributeError without it."""
+        """Return what a path names in the response's module. Raises AttributeError if missing."""
         values = self.ask("get", path)
         return values[0] if values else Function(self, path)
 
     def call(self, path: str, args: tuple, options: dict) -> Any:
-        """Call a function of the response, and change the arguments that it has changed."""
+        """Call a function of the response, and apply its changes to the arguments."""
         self.calls += 1
         given: code_process.Given = {}
         try:
@@ -170,7 +170,7 @@ class CodeProcess(contextlib.AbstractContextManager):
     def ask(self, *request, given: Sequence = ()) -> list:
         """Return the values of the reply to a request; raise what the code has raised.
 
-        given: lists, dicts and sets that the request holds.
+        given: lists, dicts and sets that the request contains.
         """
         try:
             line = json.dumps(request).encode() + b"\n"
@@ -204,7 +204,7 @@ class Function:
 
 
 def _error(kind: str, args: tuple, text: str) -> Exception:
-    """Return the error of a built-in class; of one that the response extends, too."""
+    """Return the error of a built-in class, even one that the response extends."""
     made = getattr(builtins, kind)
     if not issubclass(made, Exception):
         raise ValueError("the code ends its process")
@@ -215,11 +215,11 @@ def _error(kind: str, args: tuple, text: str) -> Exception:
 
 
 def _unsuited(kind: str) -> UnsuitedTestsError:
-    return UnsuitedTestsError(f"{_TESTS} hold an object of the response, a {kind}; {_MAY}")
+    return UnsuitedTestsError(f"{_TESTS} store an object of the response, a {kind}; {_MAY}")
 
 
 def _start(requests: int, replies: int) -> int:
-    """Start the process of the response, with these ends of pipes; return its number."""
+    """Start the process of the response with these ends of pipes; return its pid."""
     if not linux.acts_as_owner():
         command = [sys.executable, "-P", "-S", code_process.__file__]
         ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]

@@ -1,9 +1,9 @@
 """Forms of code and of tests, for the reward `code`.
 
-Takes texts: a response, and an answer with the row of its problem. Gives the code, and cases or
-Python tests. Forms are those of public sets: inputs and outputs of programs and functions (APPS,
-TACO, LiveCodeBench), lists of asserts (MBPP), and Python tests around a place for the response
-(HumanEval) or that import `solution` (KodCode). Nothing is executed.
+Takes texts: a response, and an answer with its problem's row. Returns the code, and cases or Python
+tests. Supports the formats of public data sets: inputs and outputs of programs and functions (APPS,
+TACO, LiveCodeBench), lists of asserts (MBPP), and Python tests that contain a placeholder for the
+response (HumanEval) or import `solution` (KodCode). Nothing is executed.
 """
 
 import ast
@@ -25,8 +25,8 @@ _PLACE = re.compile(r"^\{response\}[ \t\r]*(?:\n|\Z)", re.MULTILINE)  # of the r
 _FENCE = re.compile(
     r"^((?:[^\n]*[ \t])?)```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
-_ITEM = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])?[ \t]*")  # before the fence of an item of a list
-# Modules that tests may use without an import: else the response could define them.
+_ITEM = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])?[ \t]*")  # before the fence of a list item
+# Modules that tests may use without an import: otherwise the response could define them.
 _MODULES = {name: name for name in (*sys.stdlib_module_names, "numpy", "pandas", "pytest")}
 _MODULES |= {"np": "numpy", "pd": "pandas"}
 
@@ -40,12 +40,12 @@ class Case(NamedTuple):
 
 
 class PythonTests(NamedTuple):
-    """Python that asserts what functions of the response return."""
+    """Python that asserts what the response's functions return."""
 
-    head: str  # code before the response's; complete, where the response is not the rest of it
+    head: str  # code before the response's; complete, unless the response continues it
     unfinished: str  # the same, without the body of a last function that has none
-    last: str  # the function or class of the head, or built-in one, that it may replace; ""
-    modules: dict[str, str]  # that the program uses without an import, by the name that it uses
+    last: str  # the head's function or class, or the built-in, that it may replace; ""
+    modules: dict[str, str]  # modules used without an import, by the name used
     program: ast.Module
     functions: list[str]  # test*(), to call after the program
     used: set[str]  # names that the tests read
@@ -53,10 +53,10 @@ class PythonTests(NamedTuple):
 
 
 def read_tests(answer: str, row: dict) -> list[Case] | PythonTests:
-    """Return the tests in an answer. Raises ValueError, SyntaxError where its form is unknown.
+    """Return the tests in an answer. Raises ValueError or SyntaxError if its form is unknown.
 
-    row: of the problem; its columns test_imports and test_setup_code go before Python tests, and
-      it may name the function of functional cases.
+    row: of the problem; its columns test_imports and test_setup_code precede Python tests, and it
+      may name the function of functional cases.
     """
     try:
         data = json.loads(answer)
@@ -79,7 +79,7 @@ def read_tests(answer: str, row: dict) -> list[Case] | PythonTests:
 
 
 def _read_columns(data: dict) -> list[Case]:
-    """Read {"inputs", "outputs"}, with "fn_name" where a function is called."""
+    """Read {"inputs", "outputs"}, with "fn_name" if a function is called."""
     inputs = data["inputs"]
     outputs = data.get("outputs")
     if not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -100,7 +100,7 @@ def _read_case(case: dict, row: dict) -> Case:
 
 
 def _function_name(case: dict, row: dict) -> str:
-    """Return the name that the test or its row gives, each in a column or in its metadata."""
+    """Return the name from the test or its row, either in a column or in its metadata."""
     for place in (case, case.get("metadata"), row, row.get("metadata")):
         if isinstance(place, str):
             with contextlib.suppress(ValueError):
@@ -111,12 +111,12 @@ def _function_name(case: dict, row: dict) -> str:
 
 
 def _case(name: str, given: Any, expected: Any, wrapped: bool) -> Case:
-    """Return a case; wrapped: an expected list of one value stands for the value too."""
+    """Return a case; wrapped: an expected list of one value also means the value."""
     if not isinstance(name, str):
         raise ValueError(f"fn_name must be text, got {name!r}")
     if not name:
         return Case("", _text(given), [_text(expected)])
-    if isinstance(given, str):  # LiveCodeBench: a line of JSON for each argument
+    if isinstance(given, str):  # LiveCodeBench: one line of JSON per argument
         given = [json.loads(line) for line in given.split("\n") if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(given, list):
@@ -151,7 +151,7 @@ def _read_python(text: str, row: dict) -> PythonTests:
     names = [x for x in ast.walk(program) if isinstance(x, ast.Name)]
     used = {x.id for x in names if isinstance(x.ctx, ast.Load)}
     defined = [x.name for x in parsed_head.body if isinstance(x, _DEFINITIONS)]
-    if not defined and len(used) == 1:  # the response's, though it may be a built-in name
+    if not defined and len(used) == 1:  # the response's, even if it is a built-in name
         defined = sorted(used & vars(builtins).keys())
     stored = _stored_names(program)
     return PythonTests(
@@ -195,7 +195,7 @@ def _missing_imports(tests: ast.Module, stored: set[str]) -> dict[str, str]:
 
 
 def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
-    """Return the names of the functions test*(). Raises ValueError where tests would not run."""
+    """Return the names of the functions test*(). Raises ValueError if tests would not run."""
     functions = []
     for x in tests.body:
         name = getattr(x, "name", "")
@@ -218,9 +218,9 @@ def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
 
 
 def code_of(response: str, is_program: bool = False) -> str:
-    """Return the code of a response: its last ``` fence that defines something, else the whole.
+    """Return the code of a response: its last ``` fence that defines something, else all of it.
 
-    is_program: the last one that reads its input.
+    is_program: the last fence that reads its input.
     """
     codes = []
     for before, code in _FENCE.findall(response):
@@ -231,7 +231,7 @@ def code_of(response: str, is_program: bool = False) -> str:
 
 
 def _rank(code: str) -> int:
-    """2 of code with a function, a class or the end of one, 1 of other statements, else 0."""
+    """2 for code with a function, a class or the end of one, 1 for other statements, else 0."""
     parsed = _parse_any(code)
     definitions = (*_DEFINITIONS, ast.Lambda, ast.Return, ast.Yield, ast.Raise)
     if any(isinstance(x, definitions) for x in ast.walk(parsed)):
@@ -240,7 +240,7 @@ def _rank(code: str) -> int:
 
 
 def _rank_program(code: str) -> int:
-    """2 of a program that reads its input, 1 of code that calls something, else 0."""
+    """2 for a program that reads its input, 1 for code that calls something, else 0."""
     parsed = _parse_any(code)
     if re.search(r"\b(input|stdin|open)\b", code) and parsed.body:
         return 2
@@ -248,7 +248,7 @@ def _rank_program(code: str) -> int:
 
 
 def _parse_any(code: str) -> ast.Module:
-    """Return the parsed code; an empty module where it is no Python."""
+    """Return the parsed code; an empty module if it is not Python."""
     try:
         return _parse(textwrap.dedent(code), "the response")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -262,5 +262,5 @@ def _parse(code: str, name: str) -> ast.Module:
 
 
 def lines_of(output: str) -> list[str]:
-    """Return the lines of an output as they are compared: without blanks around them."""
+    """Return the lines of an output as compared: without surrounding blanks."""
     return [line.strip() for line in output.strip().split("\n")]

@@ -1,7 +1,7 @@
 """Reports of answers that could not be scored: a warning, a file, and the end of a run.
 
 Takes each step's reasons and texts. A reward that always fails looks like a policy that is always
-wrong, so the console says at once why, and a run with nothing but failures stops. No JAX.
+wrong, so the console reports why right away, and a run with only failures stops. No JAX.
 """
 
 import collections
@@ -15,13 +15,13 @@ from specrl_jax.inputs import disk_error
 FILE_NAME = "reward_failures.jsonl"
 MAX_BYTES = 4 << 20  # of the file, over the whole run
 MAX_TEXT = 2_000  # characters of a response in the file: its end
-MAX_FAILED_STEPS = 3  # steps, one after another, whose rewards all failed
+MAX_FAILED_STEPS = 3  # consecutive steps in which all rewards failed
 
 
 class FailureLog:
     """Warns of failures and keeps them in `WORKDIR/reward_failures.jsonl`.
 
-    workdir: None in a process that does not write, as another one does.
+    workdir: None in a process that does not write because another one does.
     warn: shows a line to the user.
     """
 
@@ -38,9 +38,9 @@ class FailureLog:
 
         reasons: of each answer, "" unless it failed.
         tasks: of each answer.
-        text_of: gives the text of an answer by its place.
+        text_of: returns the text of an answer by its index.
 
-        Raises ValueError in one line after `MAX_FAILED_STEPS` steps of nothing but failures.
+        Raises a one-line ValueError after `MAX_FAILED_STEPS` steps with only failures.
         """
         failed = [i for i, reason in enumerate(reasons) if reason]
         if not failed:
@@ -57,7 +57,7 @@ class FailureLog:
         if self._failed_steps == MAX_FAILED_STEPS:
             raise ValueError(
                 f"{line}; all rewards of {MAX_FAILED_STEPS} steps failed: see "
-                f"{self._path or FILE_NAME}, mend reward.name or the data"
+                f"{self._path or FILE_NAME}, fix reward.name or the data"
             )
         if share >= 2 * self._warned or share == 1 > self._warned:
             self._warned = share
@@ -78,7 +78,7 @@ class FailureLog:
 
 
 def commonest(reasons: Sequence[str]) -> str:
-    """Return the commonest kind of reason, its count and an example: KeyErrors are of one kind."""
+    """Return the most common kind of reason, its count and an example; KeyErrors are one kind."""
     kinds = collections.defaultdict(list)
     for reason in reasons:
         kinds[re.split(r"[:(]", reason, maxsplit=1)[0]].append(reason)

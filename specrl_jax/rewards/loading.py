@@ -1,6 +1,6 @@
-"""Loads a scorer for the sandbox, whose workers find `prepare` by its name.
+"""Loads a scorer for the sandbox, whose workers find `prepare` by name.
 
-Takes `reward.name`, `reward.extract` and `reward.format`; gives what the workers call. No JAX.
+Takes `reward.name`, `reward.extract` and `reward.format`; returns what the workers call. No JAX.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from specrl_jax.sandbox.worker_process import CONTAINED
 
 @dataclass(frozen=True)
 class LoadedScorer:
-    """Scorer as the workers call it: a `Loaded` of the sandbox."""
+    """Scorer in the form that workers call: a `Loaded` of the sandbox."""
 
     known: Scorer
     scorer: Callable[..., float]
     pattern: re.Pattern | None  # of `reward.extract`
     wants_ended: bool
-    contained: bool  # False: the user's function says `contained = False`
-    # Tasks whose answers need a process of their own, as their text may be executed; None: all.
+    contained: bool  # False: the user's function has `contained = False`
+    # Tasks whose answers need their own process, as their text may be executed; None: all.
     alone: frozenset[str] | None
     starts_program: bool
     hint: str
@@ -32,7 +32,7 @@ class LoadedScorer:
     def call(
         self, response: str | None, answer: str, task: str, metadata: dict, ended: bool = True
     ) -> float:
-        """Return the score of a response to a problem; ended: whether it came to its end."""
+        """Return the score of a response to a problem; ended: whether it finished."""
         response = extract_answer(self.pattern, response)
         if response is None:
             return 0.0
@@ -42,16 +42,16 @@ class LoadedScorer:
         return self.check(self.scorer(response=response, **problem))
 
     def check(self, value) -> float:
-        """Return a score; an exception where it is none."""
+        """Return a score; raise if it is not one."""
         return checked(float(value))
 
     def may_share(self, response, answer, task: str, *_) -> bool:
-        """Return whether an answer of a task may be scored in the process of others."""
+        """Return whether an answer of a task may be scored in the same process as others."""
         return self.alone is not None and task not in self.alone
 
 
 def load(name: str, extract: str, format: str) -> LoadedScorer:
-    """Load the scorer; ValueError in one line."""
+    """Load the scorer; raise a one-line ValueError if that fails."""
     known = find_scorer(name)
     scorer = load_scorer(name, format)
     contained = bool(getattr(scorer, "contained", True))
@@ -71,9 +71,9 @@ def load(name: str, extract: str, format: str) -> LoadedScorer:
 def prepare(name: str, extract: str, format: str) -> LoadedScorer:
     """Load the scorer in a worker, with the imports and compiled patterns of its first call.
 
-    What executes answers and the user's function wait.
+    What executes answers and the user's function are not called.
     """
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # avoids a line per odd answer
     loaded = load(name, extract, format)
     if loaded.known.score and loaded.alone is not None:
         with contextlib.suppress(Exception):

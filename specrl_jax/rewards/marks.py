@@ -1,6 +1,6 @@
 r"""Marks of a final answer in the text of a response: `<answer>`, `\boxed{}` and `####`.
 
-All of a text is searched, in time linear in its length.
+The whole text is searched, in time linear in its length.
 """
 
 import re
@@ -8,7 +8,7 @@ import re
 MAX_JOINT = 100  # characters between two boxes of one answer
 MAX_WITH_UNIT = 100  # characters of a number and its unit
 
-# What math-verify knows by name is no word, nor is what joins the parts of an answer.
+# Names that math-verify knows are not words, nor is what joins the parts of an answer.
 WORD = re.compile(
     r"(?<![\\{A-Za-z])(?:(?!(?:and|or|percent|sin|cos|tan|cot|sec|csc|log|exp|max|min|gcd|lcm|mod)\b)"
     r"[A-Za-z]{3,}|(?:is|of|so|he|it|we|in|to|at|by|on|as|be)\b|an?(?=\s[A-Za-z]{2}))(?![A-Za-z(])"
@@ -34,7 +34,7 @@ _WITH_UNIT = re.compile(
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last `<answer>..</answer>`, else the last box or `#### ..`; None without one."""
+    """Return the last `<answer>..</answer>`, else the last box or `#### ..`; None if none."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     tagged = text[start + len("<answer>") : end].strip() if start >= 0 else None
@@ -44,16 +44,16 @@ def marked_answer(text: str) -> str | None:
 
 
 def without_unit(answer: str) -> str:
-    """Return the number of an answer that is a number and a unit, as 5 of "5 km/h"."""
+    """Return the number from an answer that is a number and a unit, like 5 from "5 km/h"."""
     # The pattern's time is quadratic in digits and blanks.
     match = _WITH_UNIT.fullmatch(answer) if len(answer) <= MAX_WITH_UNIT else None
     return match[1] if match else answer
 
 
 def _last_hashed(text: str) -> tuple[int, str | None]:
-    """Return (place, content) of the last `#### ..` that is no heading; (-1, None) without one.
+    """Return (position, content) of the last `#### ..` that is not a heading; (-1, None) if none.
 
-    The content ends with the line, or where another clause starts.
+    The content ends with the line, or at the start of another clause.
     """
     for match in reversed(list(_HASHED.finditer(text))):
         # On the last line a number and a sentence are an answer: "#### 5. He keeps 3."
@@ -65,7 +65,7 @@ def _last_hashed(text: str) -> tuple[int, str | None]:
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:
-    r"""Return (place, content) of the last `\boxed{..}`; (-1, None) without one.
+    r"""Return (position, content) of the last `\boxed{..}`; (-1, None) if none.
 
     Boxes joined to it by "and", "or" or comma belong to it.
     """

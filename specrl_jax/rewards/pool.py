@@ -1,7 +1,7 @@
 """Scores batches of responses in worker processes.
 
-Takes a scorer by name, and texts; gives `Rewards`. `sandbox.workers` calls the scorer: an answer
-that breaks a limit fails with reward 0, and the others are not affected.
+Takes a scorer by name, and texts; returns `Rewards`. `sandbox.workers` calls the scorer: an answer
+that exceeds a limit fails with reward 0, without affecting the others.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from specrl_jax.sandbox.workers import CallPool, num_workers
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of B responses, in the order they were given."""
+    """Rewards of B responses, in the given order."""
 
-    # float32 [B], 0 where failed; of an episode what its turns before had been paid
+    # float32 [B], 0 if failed; for an episode what its earlier turns had earned
     rewards: np.ndarray
-    failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died, gave no number
+    failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died or gave no number
     reasons: tuple[str, ...]  # B texts, "" unless failed
     # The rewards of each function of a sum, float32 [B], before weights and threshold.
     by_function: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def make_whole(cls, scores: np.ndarray, reasons: Sequence[str], **more) -> "Rewards":
-        """Make the rewards of whole responses from their scores, of which some failed."""
+        """Make the rewards of whole responses from their scores, some of which may have failed."""
         failed = np.array([bool(reason) for reason in reasons], np.bool_)
         rewards = np.where(failed, 0, scores).astype(np.float32)
         return cls(rewards, failed, tuple(reasons), **more)
@@ -49,22 +49,22 @@ class Rewards:
 
 
 def apply_threshold(scores: np.ndarray, threshold: float) -> np.ndarray:
-    """Rewards of scores, float32 [B]: with a threshold > 0 1 from there on, else 0."""
+    """Return rewards from scores, float32 [B]: with a threshold > 0, 1 from there on, else 0."""
     return (scores >= np.float32(threshold)).astype(np.float32) if threshold > 0 else scores
 
 
 class RewardPool(CallPool):
-    """Scores batches, one at a time; an answer that breaks a limit fails alone.
+    """Scores batches, one at a time; an answer that exceeds a limit fails alone.
 
     name: of `SCORERS`, or module:function.
     timeout: CPU seconds per answer, see `time_limit`.
-    memory_mib: MiB each process of an answer may allocate (Linux only).
+    memory_mib: MiB that each process of an answer may allocate (Linux only).
     workers: number of processes; 0: one per core, at most 16.
-    threshold: > 0: the reward is 1 where the score reaches it, else 0.
+    threshold: > 0: the reward is 1 if the score reaches it, else 0.
     extract: a regular expression; group 1 of its last match in the answer part is the answer (no
       match: reward 0).
     format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
-    readable: paths that code in answers may read besides Python and libraries, with : between them.
+    readable: paths that code in answers may read besides Python and libraries, separated by ":".
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RewardPool(CallPool):
         self._score_here = loaded.call
         self._reads_part = reads_answer_part(name, extract)
         self._threshold = float(threshold)
-        # A user's pattern needs a process, as it may backtrack for ever.
+        # A user's pattern needs a process, as it may backtrack forever.
         here = not (find_scorer(name).needs_process or extract)
         limits = (float(timeout), int(memory_mib))
         paths = parse_readable(readable)
@@ -104,10 +104,10 @@ class RewardPool(CallPool):
     ) -> Rewards:
         """Score B responses.
 
-        parts: the responses' answer parts, for scorers that read no more; None: a response without
-          an answer. Left out, they are the whole responses.
-        ended: whether each response came to its end, for functions that ask. Left out, all did.
-        Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
+        parts: the responses' answer parts, for scorers that read only those; None: a response
+          without an answer. By default the whole responses.
+        ended: whether each response finished, for functions that use it. By default all did.
+        Raises RuntimeError if the pool is closed, ChildProcessError if no worker starts.
         """
         texts = parts if self._reads_part and parts is not None else responses
         ended = [True] * len(responses) if ended is None else ended

@@ -1,7 +1,7 @@
-"""Reading of a response, or of a turn of an episode: what rewards and environments see of it.
+"""Parsed response, or turn of an episode: what rewards and environments see of it.
 
-`responses.Responder.read` makes a `Reading`. Functions and environments that read the
-answer alone get `answer`, all others `text`; `reward.extract` looks in either. No JAX.
+`responses.Responder.read` makes a `Reading`. Functions and environments that read only the answer
+get `answer`, all others `text`; `reward.extract` searches either. No JAX.
 """
 
 import collections
@@ -14,19 +14,19 @@ MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer text
 class Reading(NamedTuple):
     """A response, or a turn of an episode."""
 
-    text: str  # all of it, without the token that ends it, cut at the string that stopped it
+    text: str  # all of it, without its end token, cut at the stop string
     answer: str | None  # what follows its thoughts; None: a thought is not closed
-    ended: bool = True  # by a token or a stop string; False: the length cut it
+    ended: bool = True  # by a token or a stop string; False: cut by the length limit
 
     def seen(self, reads_whole: bool) -> str:
-        """Return what an environment gets; reads_whole: thoughts, too."""
+        """Return what an environment gets; reads_whole: including thoughts."""
         return self.text if reads_whole else self.answer or ""
 
 
 def extract(pattern: re.Pattern | None, text: str | None) -> str | None:
-    """Return group 1 of the pattern's last match, without blanks at both ends; None without one.
+    """Return group 1 of the pattern's last match, without surrounding blanks; None if no match.
 
-    pattern: of `reward.extract`; None: the text is the answer. It may backtrack for ever.
+    pattern: of `reward.extract`; None: the text is the answer. It may backtrack forever.
     """
     if pattern is None or text is None:
         return text

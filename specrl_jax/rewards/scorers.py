@@ -1,11 +1,11 @@
 """Verifiable rewards: the text of a response → a number.
 
-A reward is a plain function `score(response, answer, task, metadata) -> float`, called by these
-names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
-text, so the sandbox runs it within limits of time and memory. A function of the user's that says
-`batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and gives
-as many scores. One that names a parameter `ended` gets whether the response came to its end (a list
-where it takes lists): False where the length cut it.
+A reward is a plain function `score(response, answer, task, metadata) -> float`, called with these
+names: one of `SCORERS`, or a user's own as `module:function`. A policy's text may make it run
+forever, so the sandbox runs it with limits on time and memory. A user's function with
+`batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and returns
+as many scores. One with a parameter `ended` is told whether the response finished (as a list if it
+takes lists): False if the length limit cut it.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from specrl_jax.rewards.marks import WORD, marked_answer, without_unit
 # A response that thinks once, then answers.
 FORMAT = r"\s*<think>(?!\s*</think>)((?!</?think>).)+</think>(?=\s*\S)((?!</?think>).)+"
 
-MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
+MAX_SCORE = 1e15  # of either sign: float32 can represent the sum of a million squares
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
-MAX_MATH_END = 100  # characters of what follows the last word, to be read as a whole
+MAX_MATH_END = 100  # characters after the last word, to be read as a whole
 MAX_MATH_DIGITS = 100_000  # decimal digits; a power with more is hostile
 
 
 def score_exact(response: str, answer: str, task: str, metadata: dict) -> float:
-    """1 if the response equals the answer, blanks at both ends aside."""
+    """1 if the response equals the answer, ignoring blanks at both ends."""
     return float(response.strip() == answer.strip())
 
 
@@ -41,10 +41,10 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     r"""1 if the response's final answer equals `answer` mathematically (math-verify).
 
     The final answer is the last `<answer>..</answer>`, else the last `\boxed{}` or `#### ..`, else
-    what follows the last word, else what math-verify finds in the end of the text (LaTeX, "answer
+    what follows the last word, else what math-verify finds at the end of the text (LaTeX, "answer
     is ..", the last number).
-    All of it counts: neither 3 nor "2 and 3" is right where the other is the answer. A choice such
-    as "(B) 12" is known by its letter or by its value.
+    All of it counts: if 3 is the answer, "2 and 3" is wrong, and the reverse. A choice such as
+    "(B) 12" is recognized by its letter or by its value.
     """
     marked, text = _math_candidate(response)
     if marked == answer.strip():
@@ -65,7 +65,7 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
         raise ValueError(f"reward.name = math cannot read the reference answer {answer[:100]!r}")
     given = _read_math((letter and value) or text, is_whole=marked is not None)
     if gold.count != given.count and (gold.repeats or given.repeats):
-        return 0.0  # math-verify reads 1,1 as the set {1}, which it takes for 1
+        return 0.0  # math-verify reads 1,1 as the set {1}, which it considers equal to 1
     # math-verify's own timeouts are off: they cannot stop a C call. The worker's limit can.
     return float(verify(gold.parsed, given.parsed, timeout_seconds=None))
 
@@ -73,7 +73,7 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
     """Return the score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1.
 
-    The metadata of a loaded problem is the whole item, with the item's own metadata in it.
+    The metadata of a loaded problem is the whole item, which includes the item's own metadata.
     """
     return _reasoning_gym_scorer(task)(response, metadata)
 
@@ -98,11 +98,11 @@ class Scorer:
     """A reward's function, and what it reads and does."""
 
     score: Callable[..., float] | None  # None: the user's, not loaded
-    reads_whole: bool = False  # the response with its thoughts, whatever reward.extract is
-    reads_row: bool = False  # other columns than the answer
+    reads_whole: bool = False  # the response with its thoughts, regardless of reward.extract
+    reads_row: bool = False  # columns other than the answer
     compares: bool = False  # with the answer, which must not be blank
-    check: Callable[[str, dict], object] | None = None  # raises where it cannot read (answer, row)
-    source: str = ""  # data.source whose problems alone it can score
+    check: Callable[[str, dict], object] | None = None  # raises if it cannot read (answer, row)
+    source: str = ""  # the only data.source whose problems it can score
     executes: frozenset[str] | None = frozenset()  # tasks whose responses it executes; None: all
     starts_program: bool = False  # for the response, which must not find the tests in memory
     needs_process: bool = True  # its time is not linear, or it can fail
@@ -127,25 +127,25 @@ _USERS = Scorer(None, reads_row=True, executes=None)
 
 
 def find_scorer(name: str) -> Scorer:
-    """Return what is known of a function in `reward.name`, which is not loaded."""
+    """Return what is known about a function in `reward.name`, without loading it."""
     return SCORERS.get(name, _USERS)
 
 
 def scorers_of(name: str) -> list[Scorer]:
-    """Return what is known of each function in `reward.name`."""
+    """Return what is known about each function in `reward.name`."""
     return [find_scorer(term) for term in reward_terms(name)]
 
 
 def reads_answer_part(name: str, extract: str) -> bool:
-    """Return whether a function in `reward.name` gets the answer part of a response alone.
+    """Return whether a function in `reward.name` reads only the answer part of a response.
 
-    One of the user's gets all of it, unless `reward.extract` looks for the answer.
+    A user's function gets all of it, unless `reward.extract` looks for the answer.
     """
     return any(not x.reads_whole and (x.score or extract) for x in scorers_of(name))
 
 
 def load_scorer(name: str, format: str = "") -> Callable[..., float]:
-    """Return the function called `name`; ValueError in one line without one.
+    """Return the function called `name`; a one-line ValueError if there is none.
 
     format: `reward.format`.
     """
@@ -161,7 +161,7 @@ def load_scorer(name: str, format: str = "") -> Callable[..., float]:
             end = {"ended": True}
             advice = (
                 "call it from def score(response, answer, **_), as f(response, answer), or as "
-                "f([response], [answer])[0] where it takes lists"
+                "f([response], [answer])[0] if it takes lists"
             )
         try:
             own.bind(**wanted, **end if takes_ended(scorer) else {})
@@ -179,7 +179,7 @@ def load_scorer(name: str, format: str = "") -> Callable[..., float]:
 
 
 def takes_ended(scorer: Callable) -> bool:
-    """Return whether a function names a parameter `ended`; **others alone do not ask for it."""
+    """Return whether a function has a parameter `ended`; **others alone do not count."""
     parameters = inspect.signature(scorer).parameters
     return "ended" in parameters and parameters["ended"].kind in _BY_NAME
 
@@ -192,7 +192,7 @@ def is_batched(scorer: Callable) -> bool:
 
 
 def checked(score: float) -> float:
-    """Return a score; ValueError where it is no number of a reward."""
+    """Return a score; ValueError if it is not a valid number."""
     if abs(score) <= MAX_SCORE:
         return score
     raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
@@ -201,10 +201,10 @@ def checked(score: float) -> float:
 def load_by_name(
     field: str, table: Mapping[str, Any], name: str, usage: str, check: Callable[[Any], None]
 ) -> Any:
-    """`table[name]`, or what the user's name "module:attribute" stands for.
+    """Return `table[name]`, or what the user's name "module:attribute" refers to.
 
-    field: of the config, and `usage`, how to write such a name, are for the error.
-    check: raises where the attribute is of another kind.
+    field (of the config) and usage (how to write such a name) are for the error.
+    check: raises if the attribute is of another kind.
     """
     if name in table:
         return table[name]
@@ -237,7 +237,7 @@ _CHOSEN = re.compile(  # answer is (B); B) at the start
     r"(?:(?i:answer|choice|option)\W+(?:(?i:is|option|choice)\W+){0,3}|^\W*(?=[A-J][).:]))"
     r"([A-J])\b(?!')"
 )
-_BETWEEN_PARTS = re.compile(  # "and" with the comma before it; no comma of a thousand
+_BETWEEN_PARTS = re.compile(  # "and" with the comma before it; not a thousands separator
     r"[,;]?\s*(?:\\text\w*\s*\{\s*)?\b(?:and|or)\b|,(?!\s?\d{3}(?!\d))|;"
 )
 
@@ -251,7 +251,7 @@ class _Reading(NamedTuple):
 
 
 def _read_math(text: str, is_whole: bool = True) -> _Reading:
-    """Read an answer; is_whole: the text is nothing but the answer, and all of it must count."""
+    """Read an answer; is_whole: the text is only the answer, and all of it must count."""
     plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
     if not is_whole:
         end = _read_whole(_end_of(text))
@@ -262,7 +262,7 @@ def _read_math(text: str, is_whole: bool = True) -> _Reading:
     values = [part for part in WORD.split(plain) if _VALUE.search(part)]
     if len(values) == 1:
         return _read_whole(_bare(values[0]).rstrip("([ "))
-    return _Reading([" ".join(_bare(plain.casefold()).split())])  # words, or values of many
+    return _Reading([" ".join(_bare(plain.casefold()).split())])  # words, or several values
 
 
 def _read_whole(text: str) -> _Reading:
@@ -276,12 +276,12 @@ def _read_whole(text: str) -> _Reading:
 
 
 def _bare(text: str) -> str:
-    """Return the text without marks at both ends; a point before a digit stays."""
+    """Return the text without marks at both ends; a point before a digit is kept."""
     return re.sub(r"^(?:\.{2,}|\.(?!\d))", "", text.rstrip(_MARKS).lstrip(_MARKS.replace(".", "")))
 
 
 def _end_of(text: str) -> str:
-    """Return the text after the last word of the last sentence; "" if it is no answer."""
+    """Return the text after the last word of the last sentence; "" if it is not an answer."""
     line = (text.strip().splitlines() or [""])[-1]
     end = WORD.split(re.split(r"[.!?]\s+", line.rstrip(_MARKS))[-1])[-1]
     end = re.sub(r"^[-•]\s+", "", _bare(end))
@@ -316,14 +316,14 @@ def _latex(text: str) -> str:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    r"""Letter and value of `\textbf{(B)}\ 12`, `(B) 12` or `B`; the letter is "" without one."""
+    r"""Letter and value of `\textbf{(B)}\ 12`, `(B) 12` or `B`; the letter is "" if absent."""
     label = _LABEL.match(text)
     return (label[2], text[label.end() :]) if label else ("", text)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parse_math(text: str) -> tuple:
-    """Parse `text` by math-verify. Cached: the responses of a group share their answer."""
+    """Parse `text` with math-verify. Cached: the responses of a group share their answer."""
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))
@@ -336,7 +336,7 @@ def _plain_numbers(text: str) -> str:
 
 
 def _math_candidate(response: str) -> tuple[str | None, str]:
-    """(the final answer if it is marked as such, the text for math-verify)."""
+    """Return (the final answer if it is marked as such, the text for math-verify)."""
     marked = marked_answer(response)
     if marked is not None:
         if len(marked) > MAX_MATH_TEXT:
@@ -351,7 +351,7 @@ def _math_candidate(response: str) -> tuple[str | None, str]:
 
 
 def _end_with_value(text: str) -> str:
-    """Return the end of a text, or of what leads to its last value where the end has none."""
+    """Return the end of a text, or what leads to its last value if the end has none."""
     last = max(text.rfind(sign) for sign in "0123456789√π")
     is_far = 0 <= last < len(text) - MAX_MATH_TEXT
     return (text[: last + MAX_MATH_END] if is_far else text)[-MAX_MATH_TEXT:]
@@ -362,7 +362,7 @@ _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{
 
 
 def _hostile(text: str) -> bool:
-    """Return True where evaluating `text` cannot end soon. The timeout stops what this misses."""
+    """Return True if evaluating `text` may take too long. The timeout stops what this misses."""
     if re.search(r"\d[eE][+-]?\d{3}|\d{101}|\d{5}\s*!|!\s*!\s*!|[({\[]{40}", text):
         return True
     for base, power, top in _TOWER.findall(text):

@@ -21,8 +21,8 @@ FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), 
 ANSWER_PART = When("reward.name", _reads_answer_part, "math")
 OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")
 
-# Where strings are compared, time, memory and workers limit nothing. They have an effect all the
-# same: launch/evaluate.py scores other tasks with them.
+# If strings are compared, time, memory and workers limit nothing. They matter all the same:
+# launch/evaluate.py scores other tasks with them.
 
 
 # fmt: off
@@ -35,19 +35,19 @@ REWARD = Section("reward", "", (
           "CPU seconds of one answer or one step of an environment; it may wait 4 x",
           within(0.01, 86_400)),
     field("memory_mib", 1024, "MiB that one answer, or one episode, may allocate", integer(1)),
-    field("readable", "", "paths, with : between, that code in answers may read besides libraries",
+    field("readable", "", "colon-separated paths that code in answers may read besides libraries",
           TEXT),
     field("workers", 0, "scoring processes; 0: one per core, at most 16",
           integer(0, 4096, "processes")),
     field("threshold", 0.0, "> 0: the reward is 1 from this score on, else 0; 0: the score itself",
           within(0, 1e6), task=0.0),
-    field("overlong_tokens", 0, "DAPO: the last tokens before the limit cost reward; 0: off",
+    field("overlong_tokens", 0, "DAPO: penalize the last tokens before the limit; 0: off",
           integer()),
-    field("overlong_penalty", 1.0, "the reward that all of these tokens together cost",
+    field("overlong_penalty", 1.0, "the total penalty for all of these tokens",
           within(0, 1e6), OVERLONG, neutral=0.0),
-    field("keep_stop", True, "rewards see the text of rollout.stop that ended a response", SWITCH,
+    field("keep_stop", True, "rewards see the rollout.stop text that ended a response", SWITCH,
           STOP, neutral=True),
-    field("keep_special_tokens", False, "rewards see special tokens but the response's end", SWITCH,
+    field("keep_special_tokens", False, "rewards see special tokens, except the end's", SWITCH,
           SPECIAL_TOKENS, neutral=False),
     field("thought_tags", "<think> </think> [THINK] [/THINK]", 'pairs around thoughts; "": none',
           TEXT, ANSWER_PART, neutral=""),

@@ -1,9 +1,9 @@
 """Sums of weighted rewards, and rewards of a whole batch.
 
-`make_pool` takes `reward.name`, a function or a sum as `math*0.8+format*0.2`, and gives what scores
-batches. Each function of a sum has workers of its own, so that one cannot fail another. A function
-that says `batched = True` is called in this process, for a reward model or a judge: nothing
-contains it and nothing limits its time.
+`make_pool` takes `reward.name`, a function or a sum like `math*0.8+format*0.2`, and returns what
+scores batches. Each function of a sum has its own workers, so one cannot fail another. A function
+with `batched = True` is called in this process, for a reward model or a judge: it is not contained
+and has no time limit.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from specrl_jax.types import FILLER_TASK
 def make_pool(
     name: str, *, threshold: float, format: str = "", **limits
 ) -> "RewardPool | RewardSum":
-    """Make what scores by `reward.name`; a mistake is raised here, in one line.
+    """Make the scorer for `reward.name`; a mistake raises a one-line error here.
 
-    threshold: > 0: the reward is 1 where the score, of a sum the sum, reaches it, else 0.
+    threshold: > 0: the reward is 1 if the score (the sum's, for a sum) reaches it, else 0.
     format: `reward.format`. limits: further arguments of `RewardPool`.
     """
     weights = reward_terms(name)
@@ -37,7 +37,7 @@ def make_pool(
     whole = [term for term in weights if term in batched or find_scorer(term).reads_whole]
     if limits["extract"] and len(whole) == len(weights):
         raise ValueError(
-            f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
+            f'reward.extract must be "" where reward.name is {name}, which reads the whole response'
         )
     if weights == {name: 1.0} and not batched:
         return RewardPool(name, threshold=threshold, format=format, **limits)
@@ -51,7 +51,7 @@ def make_pool(
 
 
 class RewardSum(contextlib.AbstractContextManager):
-    """Weighted sum of rewards; as `RewardPool` otherwise.
+    """Weighted sum of rewards, with the interface of `RewardPool`.
 
     An answer that one of the functions cannot score has reward 0.
     """
@@ -92,7 +92,7 @@ class RewardSum(contextlib.AbstractContextManager):
 
 
 class BatchScorer:
-    """Function of the user's that scores a whole batch, called in this process."""
+    """A user's function that scores a whole batch, called in this process."""
 
     def __init__(self, name: str, function: Callable):
         self._name = name
@@ -107,7 +107,7 @@ class BatchScorer:
     def score(self, responses, answers, tasks, metadatas, parts=None, ended=None) -> Rewards:
         """Score B responses; their answer parts are not read.
 
-        Raises ValueError in one line where the function does not give B numbers; nan is an answer
+        Raises a one-line ValueError if the function does not return B numbers; nan marks an answer
         that could not be scored.
         """
         real = [i for i, task in enumerate(tasks) if task != FILLER_TASK]
@@ -123,7 +123,7 @@ class BatchScorer:
             with one_line(f"reward.name = {self._name} must {rule}"):
                 own = [float(score) for score in self._function(**batch)]
                 if len(own) != len(real):
-                    raise ValueError(f"it gave {len(own)}")
+                    raise ValueError(f"it returned {len(own)}")
                 scores[real] = own
         wrong = f"the score must be within ±{MAX_SCORE:g}, got "
         reasons = ["" if abs(x) <= MAX_SCORE else f"{wrong}{x:g}" for x in scores]

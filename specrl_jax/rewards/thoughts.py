@@ -1,7 +1,7 @@
-"""Thoughts and the answer after them: what of a response named rewards read.
+"""Thoughts and the answer after them: the part of a response that named rewards read.
 
-Takes `reward.thought_tags`, pairs of an opening and a closing tag; gives the answer part of a
-response. A policy may try answers in its thoughts, so none of them is its answer.
+Takes `reward.thought_tags`, pairs of an opening and a closing tag; returns the answer part of a
+response. A policy may try out answers in its thoughts, so none of them is its answer.
 """
 
 import dataclasses
@@ -12,26 +12,26 @@ _BLANKS = re.compile(r"\s*\n|\s+")  # whole lines, so that code keeps its indent
 
 @dataclasses.dataclass(frozen=True)
 class ThoughtTags:
-    """Tags that stand around thoughts."""
+    """Tags that enclose thoughts."""
 
     pairs: tuple[tuple[str, str], ...] = ()  # (opening, closing); (): the response has no thoughts
 
     @classmethod
     def parse(cls, text: str, extract: str = "") -> "ThoughtTags":
-        """Read `reward.thought_tags`; ValueError in one line where it is not made of pairs.
+        """Read `reward.thought_tags`; a one-line ValueError if it does not consist of pairs.
 
-        extract: `reward.extract`, which must not ask for a tag: it never sees one.
+        extract: `reward.extract`, which must not search for a tag: it never sees one.
         """
         words = text.split()
         pairs = tuple(zip(words[::2], words[1::2]))
         if len(words) % 2 or any(opening == closing for opening, closing in pairs):
             raise ValueError(
-                "reward.thought_tags must be pairs of an opening and a closing tag, as "
+                "reward.thought_tags must be pairs of an opening and a closing tag, like "
                 f'"<think> </think>", got {text!r}'
             )
         if asked := [word for word in words if word in extract.replace("\\", "")]:
             raise ValueError(
-                f"reward.extract must not hold {asked[0]}, a tag of reward.thought_tags, as it "
+                f"reward.extract must not contain {asked[0]}, a tag of reward.thought_tags, as it "
                 f'reads what follows the thought, got {extract!r}; or set reward.thought_tags=""'
             )
         return cls(pairs)
@@ -51,7 +51,7 @@ class ThoughtTags:
         return answer[blanks.end() if blanks else 0 :].rstrip()
 
     def has_begun(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening tag, blanks aside."""
+        """Return whether a prompt ends with an opening tag, ignoring blanks."""
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.pairs))
 
     def is_open(self, text: str) -> bool:

@@ -1,6 +1,6 @@
 """Acceptance of draft tokens, and the distribution of the token after them.
 
-`match` (default) samples every token and keeps draft tokens that are equal; it reads no stored
+`match` (default) samples every token and keeps draft tokens that are equal; it does not read stored
 log-probs. `ratio` and `block` compare the policy π with π_old, the distribution that sampled the
 draft. `random` keeps a random part of the draft.
 
@@ -30,9 +30,9 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class DraftTokens:
-    """Draft tokens of b rows at t positions, and the numbers that rules compare them with."""
+    """Draft tokens of b rows at t positions, and the values that rules compare them with."""
 
-    lens: Array  # int32 [b], tokens that count: the first ones
+    lens: Array  # int32 [b], number of valid tokens, the first ones
     stored: Tokens  # [b, t], with the stored log-probs under π_old
     uniforms: Array  # float32 [b, t] in (0, 1]
 
@@ -40,9 +40,9 @@ class DraftTokens:
 class AcceptanceRule:
     """Rule of `ACCEPTANCE_RULES`: a pytree; its numbers are arguments of the compiled programs.
 
-    A rule `look`s at a draft, some tokens at a time, until it rejects one or the draft ends. Then
-    it `decide`s. A rule that compares each draft token's log-prob with a known number overrides
-    `accept_threshold` alone. `algorithm.importance_cap` takes rules that are exact or have an
+    A rule `look`s at a draft, a few tokens at a time, until it rejects one or the draft ends. Then
+    it `decide`s. A rule that compares each draft token's log-prob with a known number only
+    overrides `accept_threshold`. `algorithm.importance_cap` accepts rules that are exact or have an
     `importance_weight`.
     """
 
@@ -50,15 +50,15 @@ class AcceptanceRule:
     # Every token is sampled; a draft token that equals the sampled one is kept. Such a rule reads
     # no stored log-probs.
     samples_every_token = False
-    needs_distribution = False  # π_old's k likeliest tokens are stored at every position
-    cuts_draft = False  # drafts are cut by `cut` before anything is verified
+    needs_distribution = False  # needs π_old's k likeliest tokens at every position
+    cuts_draft = False  # drafts are cut by `cut` before verification
     # (log π(y) - log π_old(y), rejected_mass) -> weight of an accepted token y. The weights turn
     # means over emitted tokens into means under π. Arrays [B, R]; None: there is no weight.
     importance_weight: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
-    # (π, π_old) [..., k + 1], from `outcomes` -> chance that a token is the draft's, and accepted.
-    # After a rejection the token is from π. None: the rule emits π.
+    # (π, π_old) [..., k + 1], from `outcomes` -> probability that a token comes from the draft and
+    # is accepted. After a rejection the token is from π. None: the rule emits π.
     accepted_probs: ClassVar[Callable[[Any, Array, Array], Array] | None] = None
-    # log π(y) - log π_old(y) -> chance in [0, 1] that an accepted token y is rejected at ℓ = 1.
+    # log π(y) - log π_old(y) -> probability that an accepted token y is rejected at ℓ = 1.
     # Arrays [B, R]; None: the rule has no lenience.
     lenience_dependent_share: ClassVar[Callable[[Any, Array], Array] | None] = None
 
@@ -68,7 +68,7 @@ class AcceptanceRule:
         return cls()
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
-        """Return how many tokens of each draft are verified, the first ones, int32 [B]."""
+        """Return how many tokens of each draft (its first ones) are verified, int32 [B]."""
         return draft_lens
 
     def accept_threshold(self, uniforms: Array, draft_logprobs: Array) -> Array:
@@ -84,8 +84,8 @@ class AcceptanceRule:
         """Look at t draft tokens of each row; all draft tokens before them were kept.
 
         policy: π at the t positions. Returns how many of the tokens are kept, int32 [b]; the
-        columns [b, t] that the row gets for kept tokens; and evidence for `decide`, a pytree of
-        arrays [b, t, ...].
+        columns [b, t] to store for kept tokens; and evidence for `decide`, a pytree of arrays
+        [b, t, ...].
         """
         now = policy.score(draft.stored.ids)
         threshold = self.accept_threshold(draft.uniforms, draft.stored.sampling_logprobs)
@@ -96,9 +96,9 @@ class AcceptanceRule:
     ) -> tuple[Array, Residual | None]:
         """Decide on whole drafts; `look` has seen each one up to a rejection or its end.
 
-        kept (int32 [b]), now, evidence: results of `look`, zeros at positions that it has not
-        seen. Returns how many tokens are accepted, int32 [b], and the distribution of the next
-        token, [b, 1]; None: π.
+        kept (int32 [b]), now, evidence: results of `look`, zeros at positions it has not seen.
+        Returns how many tokens are accepted, int32 [b], and the distribution of the next token,
+        [b, 1]; None: π.
         """
         return kept, None
 
@@ -113,7 +113,7 @@ class Ratio(AcceptanceRule):
     not π even at ℓ = 1.
 
     Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
-    that a token accepted in one epoch meets the same number in the next.
+    a token accepted in one epoch is tested against the same number in the next.
     """
 
     log_lenience: Array | np.float32  # log ℓ in nats, in [-inf, inf]
@@ -124,7 +124,7 @@ class Ratio(AcceptanceRule):
 
     def accept_threshold(self, uniforms, draft_logprobs):
         threshold = jnp.log(uniforms) + draft_logprobs - self.log_lenience
-        # A token that the policy never samples is accepted by full reuse (ℓ = inf) alone.
+        # A token that the policy never samples is accepted only by full reuse (ℓ = inf).
         lowest = jnp.where(jnp.isposinf(self.log_lenience), -jnp.inf, _LOWEST)
         threshold = jnp.maximum(threshold, lowest)
         return jnp.where(jnp.isneginf(self.log_lenience), jnp.inf, threshold)
@@ -146,7 +146,7 @@ class Ratio(AcceptanceRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomCut(AcceptanceRule):
-    """SPEC-RL's ablation "random reuse": a uniformly random part of the draft is accepted."""
+    """SPEC-RL's ablation "random reuse": accept a uniformly random part of the draft."""
 
     cuts_draft = True
 
@@ -175,7 +175,7 @@ class Block(AcceptanceRule):
     needs_distribution = True
 
     def look(self, draft, policy):
-        # A prefix may be kept although a shorter one is not: the whole draft is looked at.
+        # A prefix may be kept even if a shorter one is not, so look at the whole draft.
         now = policy.score(draft.stored.ids)
         return draft.lens, now, logprobs_at(policy.truncated, draft.stored.top_ids)
 
@@ -199,7 +199,7 @@ class Block(AcceptanceRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Match(AcceptanceRule):
-    """Every token is sampled from π; a draft token that is equal saves a decode step."""
+    """Every token is sampled from π; a matching draft token saves a decode step."""
 
     exact = True
     samples_every_token = True

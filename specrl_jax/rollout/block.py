@@ -1,7 +1,7 @@
 """Block verification of whole drafts (arXiv 2403.10444, algorithm 2), which emits exactly π.
 
 It needs more of π_old than the probabilities of the draft tokens: the k likeliest tokens are kept
-one by one, and all *other tokens* as one outcome z.
+individually, and all *other tokens* as one outcome z.
 
     stored at one position, k = 2    7: 0.5   3: 0.3   other tokens: 0.2
     draft token 3                    π(z) / π_old(z) = π(3) / 0.3
@@ -21,7 +21,7 @@ from specrl_jax.rollout.sampling import add_at, logprobs_at
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """Distribution of a token after the verified prefix, ∝ (P π - π_old)_+."""
+    """Distribution of the token after the verified prefix, ∝ (P π - π_old)_+."""
 
     top_ids: Array  # int32 [..., k], the likeliest tokens of π_old at this position
     top_logprobs: Array  # float32 [..., k], log-probs of `top_ids` under π_old
@@ -32,7 +32,7 @@ class Residual:
         """Return the log-weights [..., V] of the token, unnormalised.
 
         scores: [..., V] of π, tempered and truncated. The weights are those of π without top_ids
-        where other tokens were accepted, and of π for P = inf and where no token has any weight.
+        if other tokens were accepted, and those of π if P = inf or no token has any weight.
         """
         log_scale = self.log_scale
         now = logprobs_at(scores, self.top_ids)
@@ -76,10 +76,10 @@ def verify_block(
         jnp.where(in_top, logprobs, _with_others(top_logprobs)[..., -1]),
         jnp.where(in_top, old_logprobs, _with_others(old_top_logprobs)[..., -1]),
     )
-    # The draft ends with its first token that is not among the k; this token is an outcome too.
+    # The draft ends at its first token outside the k; this token is an outcome too.
     outcomes = jnp.minimum(count_leading(in_top, lens) + 1, lens)
 
-    # A prefix that is not the whole draft is decided with the distributions one column later.
+    # A prefix shorter than the draft is decided with the distributions one column later.
     log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
     uniforms_before = jnp.pad(uniforms[:, :-1], ((0, 0), (1, 0)))
     keep = uniforms_before <= _keep_prob(log_p_before, top_logprobs, old_top_logprobs)
@@ -101,7 +101,7 @@ def _with_others(top_logprobs: Array) -> Array:
 
 def _joint_log_ratio(now: Array, old: Array) -> Array:
     """Return log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)), [b, T]; log P_0 = 0."""
-    # Token by token: a difference of cumulative sums loses digits on long drafts.
+    # Token by token: a difference of cumulative sums loses precision on long drafts.
     log_ratio = jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
     def step(log_p: Array, change: Array) -> tuple[Array, Array]:

@@ -1,17 +1,16 @@
-"""Choice of the drafts that are verified, by what verification costs and saves.
+"""Choice of which drafts to verify, by the cost and benefit of verification.
 
-`prefill` spends seconds on each slot of a draft, and each accepted token saves the seconds of a
-decode step. Both are timed once, when a run starts. The run counts the slots computed and the
-tokens accepted, separately for rows on fresh and on reused noise: the latter accept far more.
-Drafts that cost more than they save are no longer verified. A few groups' still are, to show when
-that changes.
+`prefill` spends time on each draft slot, and each accepted token saves the time of a decode step.
+Both are timed once, when a run starts. The run counts the slots computed and the tokens accepted,
+separately for rows on fresh and on reused noise: the latter accept far more. Drafts that cost more
+than they save are skipped, except those of a few groups, which show when that changes.
 
-Only rules that sample every token take part: with them a row has the same tokens without its draft.
+Applies only to rules that sample every token: with them a row has the same tokens without a draft.
 A choice is a pure function of `DraftChoice.host()`, so a resumed run repeats it.
 
 Worked example: a slot takes 3 ms, a decoded token 6 ms. On reused noise 1,000 slots were computed
 for 700 accepted tokens: 3.0 s to save 4.2 s. On fresh noise 400 slots for 100 tokens: 1.2 s to save
-0.6 s. Drafts of rows on fresh noise are no longer verified.
+0.6 s. Drafts of rows on fresh noise are now skipped.
 """
 
 import dataclasses
@@ -32,28 +31,28 @@ from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout, StatePart
 
 FADE = 0.75  # weight of older counts, after each rollout
-PROBED_GROUPS = 16  # where drafts are not verified, those of one group in 16 still are
-KINDS = ("fresh", "reused")  # of noise; an index of the lists below
+PROBED_GROUPS = 16  # when drafts are skipped, one group in 16 still verifies its own
+KINDS = ("fresh", "reused")  # of noise; indexes the lists below
 
 
 @dataclasses.dataclass
 class DraftChoice(StatePart):
-    """Counts of verified drafts, by the kind of noise of their rows, and the choices made by them.
+    """Counts of verified drafts by the kind of noise of their rows, and the resulting choices.
 
-    Without seconds all drafts are verified.
+    Without timings all drafts are verified.
     """
 
-    # Seconds of a slot of `prefill`, and of a token of a decode step; None: not timed yet.
+    # Seconds per `prefill` slot and per decoded token; None: not timed yet.
     seconds: tuple[float, float] | None = None
     slots: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     accepted: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     skips: list[bool] = dataclasses.field(default_factory=lambda: [False, False])
-    # Rows with drafts since `take_metrics`, and those of them whose drafts were not verified.
+    # Rows with drafts since `take_metrics`, and how many of them skipped verification.
     _drafted: int = 0
     _skipped: int = 0
 
     def review(self) -> list[str]:
-        """Choose by what is known; return a line for each choice that has changed."""
+        """Choose from what is known; return a line for each choice that has changed."""
         lines = []
         for kind, name in enumerate(KINDS):
             if self.seconds is None or not self.slots[kind]:
@@ -62,7 +61,7 @@ class DraftChoice(StatePart):
             saved = self.accepted[kind] * self.seconds[1]
             skips = cost > saved
             if skips != self.skips[kind]:
-                what = f"not verified, but for 1 group in {PROBED_GROUPS}" if skips else "verified"
+                what = f"not verified, except 1 group in {PROBED_GROUPS}" if skips else "verified"
                 share = f"{cost / saved:.1f} x" if saved else "more than"
                 lines.append(
                     f"drafts on {name} noise cost {share} what they save: from now on {what} "
@@ -88,7 +87,7 @@ class DraftChoice(StatePart):
         return dataclasses.replace(requests, drafts=drafts)
 
     def observe(self, requests: Requests, result: RolloutResult) -> None:
-        """Count a rollout's drafts: slots that were computed for them, accepted tokens."""
+        """Count a rollout's drafts: slots computed for them, and tokens accepted."""
         if requests.drafts is None:
             return
         kinds = _kinds(requests)
@@ -101,7 +100,7 @@ class DraftChoice(StatePart):
                 self.accepted[kind] = self.accepted[kind] * FADE + float(accepted[here].sum())
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the share of drafts that were not verified, since the last call."""
+        """Return the share of drafts that were not verified since the last call."""
         drafted = self._drafted
         skipped = self._skipped
         self._drafted = 0
@@ -109,7 +108,7 @@ class DraftChoice(StatePart):
         return {"rollout/drafts_skipped": skipped / drafted} if drafted else {}
 
     def host(self) -> dict:
-        """Return all that choices depend on, in values that JSON keeps exactly."""
+        """Return everything that choices depend on, as values that JSON preserves exactly."""
         names = ("seconds", "slots", "accepted", "skips")
         return {name: getattr(self, name) for name in names}
 
@@ -130,7 +129,7 @@ def _draft_slots(draft_lens: np.ndarray, accepted: np.ndarray, slots: float) -> 
     """Return the slots that were computed for each row's draft, float [B].
 
     draft_lens, accepted: int [B]. slots: of all drafts. A draft is computed up to its first
-    rejection, and of what is behind there the same share in all rows.
+    rejection; beyond that, the same share in all rows.
     """
     decided = np.minimum(draft_lens, accepted + 1)
     rest = draft_lens - decided
@@ -142,9 +141,9 @@ def _draft_slots(draft_lens: np.ndarray, accepted: np.ndarray, slots: float) -> 
 def time_verification(
     spec: RolloutSpec, weights: Params, requests: Requests
 ) -> tuple[float, float]:
-    """Time a slot of `prefill`, and a token of a decode step of the whole batch, in seconds.
+    """Time a slot of `prefill`, and a token of a full-batch decode step, in seconds.
 
-    Rows that are made up hold half a response. Their tokens cost what a draft's cost.
+    The synthetic rows have half a response, whose tokens cost as much as a draft's.
     """
     requests = _half_done(spec, requests)
     seconds = []
@@ -160,7 +159,7 @@ def time_verification(
 
 
 def _half_done(spec: RolloutSpec, requests: Requests) -> Requests:
-    """Return requests whose rows hold half a response of tokens drawn at random."""
+    """Return requests whose rows have half a response of random tokens."""
     rows = len(requests.prompts.lens) * spec.group_size
     slots = spec.response_slots
     ids = np.random.default_rng(0).integers(spec.model.vocab_size, size=(rows, slots))

@@ -1,18 +1,18 @@
-"""Law of the tokens that a rule emits at a draft's places, from the k likeliest tokens of each law.
+"""Distribution of the tokens that a rule emits at draft positions, from each policy's k likeliest.
 
-The outcomes of a place are k tokens, then all others: arrays [..., k + 1].
+The outcomes at a position are k tokens, then all others: arrays [..., k + 1].
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-LEAST_REST = 1e-6  # least probability of all other tokens where it divides
+LEAST_REST = 1e-6  # least probability of all other tokens when it is a divisor
 
 
 def outcomes(logprobs: Array, least: float = 0.0) -> Array:
     """Return the probabilities [..., k + 1] of k tokens and of all others.
 
-    logprobs: [..., k]; -inf where there are fewer tokens. least: of the others, at least.
+    logprobs: [..., k]; -inf if there are fewer tokens. least: lower bound for the others.
     """
     probs = jnp.exp(logprobs)
     rest = jnp.maximum(1.0 - jnp.sum(probs, axis=-1, keepdims=True), least)
@@ -20,12 +20,12 @@ def outcomes(logprobs: Array, least: float = 0.0) -> Array:
 
 
 def logprobs_of_ids(ids: Array, logprobs: Array, wanted: Array, law: Array) -> Array:
-    """Return log-probs [..., k] of the tokens `wanted`, where those of other tokens are known.
+    """Return log-probs [..., k] of the tokens `wanted`, given those of other tokens.
 
-    A token that is not known has a share of what the others leave, in proportion to another law.
+    An unknown token gets a share of the remaining mass, in proportion to another distribution.
 
     ids, logprobs: [..., j], tokens and their log-probs. wanted: int32 [..., k]; -1 for none. law:
-    [..., k], log-probs of the other law at `wanted`.
+    [..., k], log-probs of the other distribution at `wanted`.
     """
     same = (wanted[..., :, None] == ids[..., None, :]) & (wanted >= 0)[..., :, None]
     known = jnp.any(same, axis=-1)

@@ -1,8 +1,8 @@
-"""Sampling and scoring in one pass of the output head, which keeps no logits.
+"""Sampling and scoring in one pass of the output head, without materializing logits.
 
 The tokens are those of `sampling.sample`, unless two candidates tie within rounding. The race of
-`sampling.sample` needs the mass of each column of the folded vocabulary, and the winner among each
-column's tokens. The head's kernel returns both (`models.head.Columns`).
+`sampling.sample` needs the mass of each column of the folded vocabulary, and each column's winning
+token. The head's kernel returns both (`models.head.Columns`).
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ def distributions(
     config: SamplingConfig,
     k: int = 0,
 ) -> "TokenDistributions | FusedDistributions":
-    """Return the policy's distributions in its hidden states [B, T, D].
+    """Return the policy's distributions at its hidden states [B, T, D].
 
     They keep no logits if the run uses the head's kernel, unless top-k, top-p or k > 0 need them.
-    Other arguments: as the fields of `TokenDistributions`.
+    Other arguments: the fields of `TokenDistributions`.
     """
     if KERNEL in model.config.kernels and not config.truncates and not k:
         return FusedDistributions(model, hidden, seeds, positions, config)
@@ -47,7 +47,7 @@ def distributions(
 
 @dataclasses.dataclass(frozen=True)
 class FusedDistributions:
-    """Distributions of the head's kernel: there are no logits unless `whole` is read."""
+    """Distributions from the head's kernel, without logits unless `whole` is read."""
 
     model: Transformer
     hidden: Array  # [B, T, D], after the final norm
@@ -96,7 +96,7 @@ def _reduce(policy: FusedDistributions, weigh: Callable[..., Array], *values: Ar
 
 
 def _most_likely(policy: FusedDistributions) -> tuple[Columns, Array]:
-    """Return the likeliest tokens [B, T], of equally likely ones the first, and their columns."""
+    """Return the likeliest tokens [B, T] (the first if several tie), and their columns."""
     columns = _reduce(policy, _is_likely)
     top = jnp.max(columns.logits, axis=(-2, -1), keepdims=True)
     return columns, jnp.min(jnp.where(columns.logits == top, columns.ids, MAX_INT), axis=(-2, -1))
@@ -106,12 +106,12 @@ def _race(policy: FusedDistributions) -> tuple[Columns, Array]:
     """Return sampled tokens [B, T], and their columns."""
     columns = _reduce(policy, _wins, *noise_keys(policy.seeds, policy.positions))
     noise = functools.partial(exponentials, policy.seeds, policy.positions)
-    # First the columns race, by mass. The id of a column is one that no token has.
+    # First the columns race, by mass. A column's id is one that no token has.
     top = jnp.max(columns.top, axis=(-2, -1), keepdims=True)
     masses = jnp.sum(columns.mass * jnp.exp(columns.top - top), axis=-2)
     numbers = jnp.arange(masses.shape[-1], dtype=jnp.int32)[None, None]
     won = jnp.argmax(masses / noise(policy.model.config.vocab_size + numbers), axis=-1)
-    # Then the tokens of the winning column race. Each shard's part of it has its winner already.
+    # Then the winning column's tokens race. Each shard already has the winner of its part.
     here = (numbers == won[..., None])[:, :, None]
     ids = reshard(jnp.sum(jnp.where(here, columns.ids, 0), axis=-1), "batch", None, None)
     logits = jnp.sum(jnp.where(here, columns.logits, 0.0), axis=-1)
@@ -130,7 +130,7 @@ def _with_logprobs(columns: Columns, tokens: Array) -> Tokens:
     return Tokens(tokens, logprobs, logprobs)
 
 
-# Functions inside the kernel: weights [m, c], of which the highest chooses a column's token.
+# Functions inside the kernel: weights [m, c]; the highest picks a column's token.
 # inside: logits minus the column's highest logit. ids: tokens [1, c].
 
 

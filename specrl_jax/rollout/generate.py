@@ -1,6 +1,6 @@
 """One rollout: requests in, responses with their log-probs out.
 
-`generate` starts all rows, lets the scheduler bring them to their end, and reads the result.
+`generate` starts all rows, runs the scheduler until they finish, and reads the result.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from specrl_jax.types import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResult:
-    """B rows as a rollout leaves them."""
+    """B rows at the end of a rollout."""
 
     rollout: Rollout
-    finished: np.ndarray  # bool [B], rows that have come to their end
-    draft_lens: np.ndarray  # int32 [B], draft tokens that rows were given
+    finished: np.ndarray  # bool [B], rows that are complete
+    draft_lens: np.ndarray  # int32 [B], tokens of each row's draft
     stats: Stats
 
 
@@ -36,7 +36,7 @@ def generate(
 ) -> RolloutResult:
     """Roll out G responses to each of Q prompts, in consecutive rows.
 
-    speculation: chooses widths of decode steps; None: all have the greatest width.
+    speculation: chooses the width of decode steps; None: always the widest.
     """
     runner = Runner(spec, weights, requests)
     all_rows = Scheduler(runner, speculation).run()

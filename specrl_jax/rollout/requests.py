@@ -1,4 +1,4 @@
-"""Requests of a rollout: what its rows start with, where they stop, and when it is enough."""
+"""Requests of a rollout: what its rows start with, where they stop, and when it may end."""
 
 import dataclasses
 
@@ -18,15 +18,15 @@ class Requests:
 
     prompts: Prompts  # [Q]
     noise: NoiseKey  # with the step whose noise each row uses
-    drafts: Drafts | None = None  # [B], to verify; a draft starts with what its row holds
+    drafts: Drafts | None = None  # [B], to verify; a draft starts with the row's own tokens
     history: DraftHistory | None = None  # of the prompts, for the draft source
     held: Rollout | None = None  # [B], tokens that rows start with; None: none
     done: np.ndarray | None = None  # bool [B], rows that get no more tokens; None: none
     max_lens: np.ndarray | None = None  # int32 [B], lengths at which rows stop; None: R
-    # bool [B], rows that nobody waits for: they fill slots that would be empty, as many on every
-    # shard. None: none.
+    # bool [B], background rows: the rollout does not wait for them. They fill slots that would be
+    # empty, equally many on every shard. None: none.
     background: np.ndarray | None = None
-    # bool [Q], groups that start before the others; rows that hold tokens start before both. None:
-    # none.
+    # bool [Q], groups that start before the others; rows that have tokens already start before
+    # both. None: none.
     first: np.ndarray | None = None
-    enough_groups: int = 0  # groups that are done at which the rollout may end; 0: all
+    enough_groups: int = 0  # finished groups after which the rollout may end; 0: all

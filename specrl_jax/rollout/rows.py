@@ -1,11 +1,11 @@
-"""Rows of a rollout: the state of each row, and the moves of rows.
+"""Rows of a rollout: the state of each row, and how rows are moved.
 
-`all_rows` holds every row of the rollout in order. The running batch holds the rows that are being
-computed, in any order; `row_ids` says which of all rows each one is. A row that starts is written
+`all_rows` contains every row of the rollout in order. The running batch contains the rows being
+computed, in any order; `row_ids` maps each to its index in `all_rows`. A row that starts is written
 into a free slot of the batch (`engine/prefill.py`). Unfinished rows are compacted into a smaller
 batch as others finish. Rows of the batch are scattered back to `all_rows`.
 
-Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: a move
+Batch shards have equal parts of all rows, in order. A row never leaves its shard, so moving it
 needs no communication.
 """
 
@@ -30,7 +30,7 @@ from specrl_jax.sharding import (
 )
 from specrl_jax.types import Tokens
 
-PADDING = np.iinfo(np.int32).max  # row id in a slot that holds no row
+PADDING = np.iinfo(np.int32).max  # row id of an empty slot
 
 
 @jax.tree_util.register_dataclass
@@ -38,26 +38,26 @@ PADDING = np.iinfo(np.int32).max  # row id in a slot that holds no row
 class Rows:
     """b rows; C = R response columns, then a margin that finished rows write into."""
 
-    row_ids: Array  # int32 [b], among all rows of the rollout; PADDING where there is none
+    row_ids: Array  # int32 [b], among all rows of the rollout; PADDING for an empty slot
     seeds: Array  # uint32 [b, 2], of sampling
     accept_seeds: Array  # uint32 [b, 2], of acceptance
     prompt_lens: Array  # int32 [b]
-    max_lens: Array  # int32 [b], most tokens of the response, at most R
+    max_lens: Array  # int32 [b], maximum tokens of the response, at most R
     lens: Array  # int32 [b], response tokens
-    turn_starts: Array  # int32 [b], response tokens before the turn that the row is in
-    last: Array  # int32 [b], the token that is not in the cache yet
+    turn_starts: Array  # int32 [b], response tokens before the row's current turn
+    last: Array  # int32 [b], the last token, which is not in the cache yet
     prefix_lens: Array  # int32 [b], accepted tokens of drafts
     done: Array  # bool [b]
-    background: Array  # bool [b], rows that nobody waits for
+    background: Array  # bool [b], rows that the rollout does not wait for
     tokens: Tokens  # [b, C], without origins
     # [b, D], the policy's state that chose `last`, in the compute type; with a draft head.
     last_state: Array | None = None
 
 
 def gather(all_rows: Rows, shard_row_ids: Array) -> Rows:
-    """Return those rows [b]; padding where an id is outside the rows of the shard.
+    """Return these rows [b]; padding for ids outside the shard's rows.
 
-    shard_row_ids: int32 [b], among the rows of the id's own shard.
+    shard_row_ids: int32 [b], indices among the rows of each id's own shard.
     """
 
     def local(all_rows: Rows, shard_row_ids: Array) -> Rows:
@@ -71,7 +71,7 @@ def gather(all_rows: Rows, shard_row_ids: Array) -> Rows:
 def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
     """Put `new` [b] into slots int32 [b] of its shard's part of the batch.
 
-    A row whose slot is outside the batch is left out.
+    Rows whose slot is outside the batch are dropped.
     """
 
     def local(rows: Rows, new: Rows, slots: Array) -> Rows:
@@ -107,7 +107,7 @@ def slot_ranks(done: Array, index: Array) -> Array:
 def compact(rows: Rows, *, size: int) -> Rows:
     """Move rows to a batch of `size` slots, each on its shard: the lowest `slot_ranks`, in order.
 
-    Scatter finished rows before: the smaller batch may have no room for them.
+    Scatter finished rows first: the smaller batch may have no room for them.
     """
     count = size // shards("batch")
 
@@ -120,7 +120,7 @@ def compact(rows: Rows, *, size: int) -> Rows:
 
 @functools.partial(jax.jit, static_argnames="size")
 def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Layer:
-    """Move a layer of the cache as `compact` moves the rows.
+    """Move a cache layer's rows as `compact` moves the rows.
 
     done, index: [b], of `Rows`.
     """
@@ -134,13 +134,13 @@ def compact_layer(layer: Layer, done: Array, index: Array, *, size: int) -> Laye
 
 
 def compact_layer_inputs(layer: Layer, rows: Rows) -> tuple:
-    """Return the inputs of `compact_layer` for a layer of the cache of these rows."""
+    """Return the inputs of `compact_layer` for a cache layer of these rows."""
     return layer, rows.done, rows.row_ids
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
 def release(rows: Rows, over: Array) -> Rows:
-    """Turn rows of the running batch into padding. over: bool [B], the rows, among all rows."""
+    """Turn rows of the running batch into padding. over: bool [B], which of all rows."""
 
     def local(rows: Rows, over: Array) -> Rows:
         index = rows.row_ids - shard_number() * len(over)
@@ -162,7 +162,7 @@ def _pad(rows: Rows, real: Array) -> Rows:
 
 
 def where_rows(marked: Array, new: Array, old: Array) -> Array:
-    """Return [b, ...]: `new` in the rows that are `marked`, bool [b], elsewhere `old`."""
+    """Return [b, ...]: `new` in `marked` rows, bool [b], `old` elsewhere."""
     return jnp.where(marked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
@@ -172,7 +172,7 @@ def rows_of(groups: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def take(tree, row_ids: np.ndarray, num_rows: int | None = None):
-    """Return rows `row_ids` int [n] of a pytree of [B, ...], then zeros up to `num_rows` rows."""
+    """Return rows `row_ids` int [n] of a pytree of [B, ...], zero-padded to `num_rows` rows."""
     picks = np.full((num_rows or len(row_ids), 2), -1)
     picks[: len(row_ids), 0] = 0
     picks[: len(row_ids), 1] = row_ids
@@ -180,10 +180,10 @@ def take(tree, row_ids: np.ndarray, num_rows: int | None = None):
 
 
 def assemble(parts: Sequence, picks: np.ndarray):
-    """Return a pytree of [n, ...], whose rows come from several pytrees of [B, ...].
+    """Return a pytree of [n, ...] with rows from several pytrees of [B, ...].
 
     picks: int [n, 2], (number of the part, row in that part) for each row of the result. Part -1
-    gives a row of zeros, which holds no tokens.
+    gives a row of zeros, without tokens.
     """
     result = None
     for number, part in enumerate(parts):

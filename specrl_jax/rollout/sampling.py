@@ -1,15 +1,16 @@
 """Keyed noise, truncated distributions, and sampling a token.
 
 Noise is a pure function of (run key, purpose, step, prompt id, sample, position[, candidate]): a
-token does not depend on batch composition, row order, program shape or restart. Row seeds come
-from JAX's own threefry; the noise of a candidate is a counter hash of the row seed, far cheaper
-than threefry.
+token does not depend on batch composition, row order, program shape or restarts. Row seeds come
+from JAX's own threefry; a candidate's noise is a counter hash of the row seed, far cheaper than
+threefry.
 
 A token is sampled as the winner of an exponential race, argmax p(x) / E(x) with E(x) ~ Exp(1): the
-same distribution as Gumbel-max, one logarithm less, as robust to rounding (a sample flips only if
-two candidates tie within the rounding error, unlike the inverse CDF). Long vocabularies race twice:
-seen as [C, N], token c·N + n at (c, n), first their N columns by mass, then the C tokens of the
-column that won. It is the same distribution, with noise for N + C candidates, not V.
+same distribution as Gumbel-max with one logarithm less, and as robust to rounding (a sample flips
+only if two candidates tie within the rounding error, unlike the inverse CDF). Long vocabularies
+race twice: folded to [C, N], with token c·N + n at (c, n), first the N columns race by mass, then
+the C tokens of the winning column. It is the same distribution, with noise for N + C candidates
+instead of V.
 """
 
 import dataclasses
@@ -38,10 +39,10 @@ class Purpose(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class NoiseKey:
-    """Key of a rollout's noise, beside prompt, sample and position."""
+    """Key of a rollout's noise, in addition to prompt, sample and position."""
 
     key: Array  # the run's
-    step: int  # also the rollout's step, which `origin_steps` of its new tokens hold
+    step: int  # also the rollout's step, recorded in `origin_steps` of its new tokens
     purpose: Purpose = Purpose.SAMPLE
     # int [Q, G], the step whose noise each row uses; None: `step` everywhere
     noise_steps: np.ndarray | None = None
@@ -66,7 +67,7 @@ class SamplingConfig:
         return self.top_k > 0 or self.top_p < 1.0
 
     def at(self, temperature: float) -> "SamplingConfig":
-        """Return the same at another temperature; greedy has nothing to cut off."""
+        """Return the same at another temperature; greedy sampling does not truncate."""
         return SamplingConfig(temperature, self.top_k, self.top_p) if temperature else _GREEDY
 
 
@@ -118,11 +119,11 @@ def noise_keys(seeds_B2: Array, positions: Array) -> tuple[Array, Array]:
 
 
 def exponential(ids: Array, first: Array, second: Array) -> Array:
-    """Return float32 Exp(1) of candidates; ids: integers that broadcast against `noise_keys`."""
+    """Return float32 Exp(1) for candidates; ids: integers that broadcast against `noise_keys`."""
     bits = _hash(ids.astype(jnp.uint32), first, second)
-    # The race is won by small values, so they need the resolution: floats are dense near 0, and
+    # Small values win the race, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
-    # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
+    # u stays below 1, where the time is infinite and a token with all the mass would lose.
     return -jnp.log1p(-jnp.minimum(to_unit(bits), 1 - 2.0**-24))
 
 
@@ -143,8 +144,8 @@ def to_unit(bits: Array) -> Array:
 def truncate(logits: Array, config: SamplingConfig) -> Array:
     """Return logits [..., V] with the tokens outside top-k and top-p at -inf.
 
-    Thresholds are found by bisection over the ordered bit patterns of float32: exact, no sort, and
-    only reductions over the vocabulary. Ties at a threshold are kept together.
+    Thresholds are found by bisection over the ordered bit patterns of float32: exact, without a
+    sort, using only reductions over the vocabulary. Ties at a threshold are kept together.
     """
     if 0 < config.top_k < logits.shape[-1]:
         logits = _keep_above(logits, lambda above: jnp.sum(above, axis=-1), config.top_k)
@@ -156,10 +157,10 @@ def truncate(logits: Array, config: SamplingConfig) -> Array:
 
 
 def _keep_above(logits: Array, total, target: float) -> Array:
-    """Keep the highest scores, as few as reach total(kept) >= target."""
+    """Keep the highest scores, as few as needed for total(kept) >= target."""
     bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     ranks = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # ordered as the scores
-    low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # everything: reaches the target
+    low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # keeps everything, which reaches the target
 
     def halve(bit: Array, low: Array) -> Array:
         middle = low | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
@@ -175,7 +176,7 @@ def sample(
     """Sample token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at
     T = 0.
 
-    Returns them, their log-probs [B, ...], and log Σ exp(logits).
+    Returns the tokens, their log-probs [B, ...], and log Σ exp(logits).
     positions: int32 [B, ...], of the sampled tokens in their responses.
     """
     if config.temperature == 0:
@@ -184,8 +185,8 @@ def sample(
         return tokens, pick(logits, tokens) - log_z, log_z
     noise = functools.partial(exponentials, seeds_B2, positions)
     leading = (None,) * positions.ndim
-    # Apart from what else is computed of them: XLA's CPU backend would share the exponentials with
-    # a log-sum-exp at the price of a slow fusion; whole steps of 27M parameters were 14 % longer.
+    # Keep this apart: XLA's CPU backend would share the exponentials with a log-sum-exp at the
+    # price of a slow fusion; whole steps of 27M parameters took 14 % longer.
     folded = jax.lax.optimization_barrier(_fold(logits))
     rows, length = folded.shape[-2:]
     row_ids = jnp.arange(rows, dtype=jnp.int32)
@@ -193,14 +194,15 @@ def sample(
         row_ids = reshard(row_ids, "vocab")
     row_ids = row_ids[leading]
     if length == 1:
-        # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
+        # A single column always wins. Skip its race: sums next to an axis of one are ten times
+        # slower.
         won = jnp.zeros_like(positions)
         top = jnp.max(folded[..., 0], axis=-1, keepdims=True)
         inside = folded[..., 0] - top
         log_mass = jnp.log(jnp.sum(jnp.exp(inside), axis=-1))
     else:
         top = jnp.max(folded, axis=(-2, -1), keepdims=True)
-        # Apart from the race: fused with it the exponentials would be computed one by one.
+        # Apart from the race: if fused, the exponentials would be computed one by one.
         masses = jax.lax.optimization_barrier(jnp.sum(jnp.exp(folded - top), axis=-2))
         columns = rows * length + jnp.arange(length)  # ids that no token has
         won = jnp.argmax(masses / noise(columns[leading]), axis=-1)
@@ -216,8 +218,8 @@ def sample(
 
 
 def _fold(scores: Array) -> Array:
-    """Fold [..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so that
-    work along N stays on a device; where C does not divide, the scores are gathered first."""
+    """Fold [..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so work
+    along N stays on a device; if the mesh does not divide C, the scores are gathered first."""
     vocab = scores.shape[-1]
     rows = folded_rows(vocab)
     dims = jax.typeof(scores).sharding.spec[:-1]
@@ -235,10 +237,10 @@ def temper(logits: Array, config: SamplingConfig) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class TokenDistributions:
-    """Distributions of the policy at positions of rows: it samples tokens and scores them."""
+    """The policy's distributions at positions of rows: samples and scores tokens."""
 
     logits: Array  # [B, ..., V], tempered
-    truncated: Array  # [B, ..., V], by top-k and top-p too: what is sampled from
+    truncated: Array  # [B, ..., V], also by top-k and top-p: sampled from
     seeds: Array  # uint32 [B, 2]
     positions: Array  # int32 [B, ...], of the tokens in their responses
     config: SamplingConfig
@@ -250,13 +252,13 @@ class TokenDistributions:
     ) -> "TokenDistributions":
         """Take the policy's logits [B, ..., V]; k: likeliest tokens to keep; others as the fields.
 
-        With k >= top-k, the kept ones are all that can be sampled.
+        With k >= top-k, the kept tokens are all that can be sampled.
         """
         logits = temper(logits, config)
         cut = truncate(logits, config)
         top_ids = likeliest_tokens(cut, k) if k else None
         if 0 < config.top_k <= k:
-            # Of the tokens that tie for the last place, the first ones.
+            # If tokens tie for the last place, the first ones.
             allowed = top_ids[..., : config.top_k]
             nothing = jnp.zeros_like(allowed, cut.dtype)
             cut = add_at(cut, allowed, nothing, elsewhere=nothing[..., 0] - jnp.inf)
@@ -265,8 +267,8 @@ class TokenDistributions:
     def sample(self, weigh: Callable[[Array], Array] | None = None) -> Tokens:
         """Sample a token from each distribution.
 
-        weigh: from the truncated scores to the log-weights [B, ..., V] that are sampled from in
-        their place; None: the scores themselves.
+        weigh: maps the truncated scores to log-weights [B, ..., V] to sample from instead; None:
+        use the scores.
         """
         if weigh is None:
             tokens, logprobs, log_z = sample(
@@ -283,7 +285,7 @@ class TokenDistributions:
     def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> Tokens:
         policy = sampling
         if self.config.truncates:
-            # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
+            # By lookup: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
             policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
         if self.top_ids is None:
             return Tokens(tokens, policy, sampling)
@@ -291,13 +293,13 @@ class TokenDistributions:
         return Tokens(tokens, policy, sampling, top_ids=self.top_ids, top_logprobs=top_logprobs)
 
 
-# Single tokens of a distribution over a vocabulary that is split ----------------------------------
+# Single tokens of a distribution over a split vocabulary -----------------------------------------
 
 
 def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
     """log softmax(scores [..., V]) at ids [..., k], float32 nats; -inf where an id is -1.
 
-    log_z: [..., 1], log Σ exp(scores), where it is known.
+    log_z: [..., 1], log Σ exp(scores), if known.
     """
     if log_z is None:
         log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -305,10 +307,10 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
 
 
 def likeliest_tokens(scores: Array, k: int) -> Array:
-    """Return the k tokens of the highest scores [..., V], int32 [..., k], highest first.
+    """Return the k tokens with the highest scores [..., V], int32 [..., k], highest first.
 
-    -1 where V < k; of ties the first. On a split vocabulary every piece finds its own k first, so
-    that scores are never gathered.
+    -1 if V < k; the first of ties. On a split vocabulary each shard finds its own k first, so the
+    scores are never gathered.
     """
     inner = (None,) * (scores.ndim - 2)
 

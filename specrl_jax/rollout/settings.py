@@ -53,9 +53,9 @@ def _rule(config: Values) -> Any:
 
 STRINGS = Kind((
     *TEXT.rules,
-    (r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]', _is_stop),
+    (r'texts separated by blanks, or a JSON list like ["\n\n", "Final answer: "]', _is_stop),
 ))  # fmt: skip
-TOKENS_OF_A_STEP = integer(1, 4096, "tokens of one step, for each of which there is a cache slot")
+TOKENS_OF_A_STEP = integer(1, 4096, "tokens of one step, each of which needs a cache slot")
 
 PREVIOUS = When("rollout.draft", lambda c: _draft(c).verifies_previous)
 STORED = When(
@@ -76,7 +76,7 @@ SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs >
 ROLLOUT = Section("rollout", "", (
     field("prompts_per_step", 64, "Q; paper 1,024", integer(1), shards=Shards("rollout")),
     field("group_size", 8, "G, responses per prompt; paper 8", integer(1)),
-    field("response_len", 24, "R, longest response in tokens with its end; paper 4,096",
+    field("response_len", 24, "R, maximum response length in tokens, end included; paper 4,096",
           integer(1)),
     field("stop", "", 'texts that end a response or turn: </answer>, or ["\\n\\n", "Answer: "]',
           STRINGS),
@@ -92,46 +92,46 @@ ROLLOUT = Section("rollout", "", (
           choice(_acceptance_rules), PREVIOUS, neutral="match"),
     field("lenience", 1.0, "ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)",
           NOT_NEGATIVE, PREVIOUS, LENIENT, neutral=1.0),
-    field("noise_epochs", 4, "visits on which a sample keeps its noise (match); 1: always fresh",
+    field("noise_epochs", 4, "epochs for which a sample reuses its noise (match); 1: always fresh",
           integer(1), REUSED_NOISE, neutral=1),
-    field("noise_refresh", 0.0, "share of a group's samples that get fresh noise all the same",
+    field("noise_refresh", 0.0, "share of a group's samples that get fresh noise at each visit",
           SHARE, REUSED_NOISE, SEVERAL_VISITS, neutral=0.0),
     field("stored_logprobs", 16, "tokens per position whose π_old is stored; for block", integer(1),
           PREVIOUS, DISTRIBUTION),
     field("max_width", 8, "W, tokens per decode step: 1 and up to W - 1 draft tokens; tree, head",
           TOKENS_OF_A_STEP, WIDE, neutral=1),
-    field("adaptive", True, "let measured seconds choose widths of decode steps, and (match) "
-          "whether drafts are verified; False: the widest, and all drafts",
+    field("adaptive", True, "choose decode widths, and (match) whether to verify drafts, by "
+          "measured seconds; False: the widest, and all drafts",
           SWITCH, TIMED, neutral=False),
-    field("row_buckets", 4, "batch sizes to compact unfinished rows into, each half of the last",
-          integer(1, 32, "each is half of the last")),
-    field("max_rows", 0, "rows decoded at once; other rows wait; 0: as many as fit the devices",
+    field("row_buckets", 4, "batch sizes to compact unfinished rows into, each half the previous",
+          integer(1, 32, "each is half the previous")),
+    field("max_rows", 0, "rows decoded at a time; others wait; 0: as many as fit the devices",
           integer()),
-    field("store_prompts", 0, "prompts with stored responses, the oldest are evicted; 0: all",
+    field("store_prompts", 0, "prompts with stored responses, oldest evicted first; 0: all",
           integer(), STORED, neutral=0),
     field("store_age", 0, "steps after which a stored response is not used; 0: never", integer(),
           STORED, neutral=0),
 ))
 
-TREE_DRAFTS = Section("rollout.tree", "suffix matches in what is known of a prompt (SRT)", (
-    field("history", 2, "last responses of each sample to match, beside those being decoded",
+TREE_DRAFTS = Section("rollout.tree", "suffix matches in a prompt's known responses (SRT)", (
+    field("history", 2, "last responses of each sample to match, besides those being decoded",
           integer(1)),
     field("depth", 16, "a row's last tokens to look up", TOKENS_OF_A_STEP),
     field("factor", 8.0, "a draft has at most factor x matched tokens + offset; SRT 1.0",
           within(0, 1e6)),
     field("offset", 0.0, "see factor; SRT 1.0", within(-1e6, 1e6)),
     field("min_prob", 0.1, "a draft ends where its share of the continuations is smaller", SHARE),
-    field("decay", 0.7, "weight of a response against one a generation newer", ABOVE_ZERO,
+    field("decay", 0.7, "weight of a response relative to one a generation newer", ABOVE_ZERO,
           GENERATIONS, neutral=1.0),
 ), on=TREE)
 
-HEAD_DRAFTS = Section("rollout.head", "a layer that is trained to draft, beside the policy", (
+HEAD_DRAFTS = Section("rollout.head", "a layer trained to draft, alongside the policy", (
     field("learning_rate", 1e-3, "AdamW, constant; other values as in updates", WEIGHT,
           may_change=NEW_RUN),
     field("depth", 1,
           "draft tokens to train on, unrolled from the head's own states",
           integer(1, 16, "each is a pass of the head in the update")),
-    field("vocab", 0, "draft only the N most frequent tokens of all responses; 0: all",
+    field("vocab", 0, "restrict drafts to the N most frequent response tokens; 0: all",
           integer()),
 ), on=HEAD)
 # fmt: on

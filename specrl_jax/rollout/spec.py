@@ -1,4 +1,4 @@
-"""`RolloutSpec`: all that is fixed in the compiled programs of rollouts."""
+"""`RolloutSpec`: everything that is fixed in the compiled programs of rollouts."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from specrl_jax.types import Rollout
 
 
 def acceptance_rule(config) -> AcceptanceRule:
-    """Return the rule of a config; MATCH where no previous response is verified."""
+    """Return the rule of a config; MATCH if no previous response is verified."""
     previous = DRAFT_SOURCES[config.rollout.draft].verifies_previous
     return (
         ACCEPTANCE_RULES[config.rollout.accept].of(config.rollout.lenience) if previous else MATCH
@@ -27,9 +27,9 @@ def acceptance_rule(config) -> AcceptanceRule:
 
 
 def noise_visits(config) -> int:
-    """Return for how many visits samples keep their noise.
+    """Return for how many visits samples reuse their noise.
 
-    It is 1, fresh noise at every visit, unless the rule samples every token anew. Other rules draw
+    It is 1 (fresh noise at every visit) unless the rule samples every token anew. Other rules draw
     a new token after a rejection, which must not share its noise with the draft.
     """
     return config.rollout.noise_epochs if acceptance_rule(config).samples_every_token else 1
@@ -39,28 +39,28 @@ def noise_visits(config) -> int:
 class RolloutSpec:
     """Settings that stay the same from rollout to rollout.
 
-    A pytree whose only leaves are the rule's numbers; all the rest is fixed in the programs.
+    A pytree whose only leaves are the rule's numbers; everything else is fixed in the programs.
     """
 
     model: ModelConfig
     sampling: SamplingConfig
     accept: AcceptanceRule  # of drafts to verify
-    eos_ids: tuple[int, ...]  # each ends a turn
+    eos_ids: tuple[int, ...]  # each one ends a turn
     pad_id: int
     prompt_slots: int  # P
     response_slots: int  # R
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
-    # Sampling of the learned head, which drafts where the source has no token; None: no head.
+    # Sampling of the learned head, which drafts when the source has no token; None: no head.
     draft_head: SamplingConfig | None = None
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     keeps_accepted: bool = False  # rollouts have `Tokens.accepted_probs`
     keeps_routing: bool = False  # rollouts have `Tokens.routing`
-    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
-    row_buckets: int = 4  # number of batch sizes, each half the last
-    max_rows: int = 0  # most rows computed at once; 0: all
+    max_width: int = 1  # most tokens fed per decode step; > 1 with a draft source or head
+    row_buckets: int = 4  # number of batch sizes, each half the previous
+    max_rows: int = 0  # most rows computed at a time; 0: all
     stop: StopStrings | None = None  # texts that end a turn too
-    turns: bool = False  # whether rows go on after their environment has answered
+    turns: bool = False  # whether rows continue after their environment has replied
 
     @property
     def columns(self) -> int:
@@ -69,7 +69,7 @@ class RolloutSpec:
 
     @property
     def draft_history(self) -> int:
-        """Generations of stored responses that the draft source wants."""
+        """Generations of stored responses that the draft source needs."""
         return self.draft_source.history if self.draft_source else 0
 
     @classmethod
@@ -110,7 +110,7 @@ class RolloutSpec:
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """Return the rollout of `samples` responses per prompt: no drafts.
+        """Return the rollout spec of `samples` responses per prompt, without drafts.
 
         Top-k and top-p are those of training.
         """
@@ -145,13 +145,13 @@ class RolloutSpec:
 
     @property
     def stop_window(self) -> int:
-        """Number of tokens before a token that help to decide whether it ends a turn."""
+        """Number of preceding tokens needed to decide whether a token ends a turn."""
         return self.stop.window if self.stop else 0
 
     def turn_ends(self, tokens: Any, xp: Any = jnp) -> Any:
         """Mark the tokens that end a turn, bool [B, T].
 
-        tokens: int32 [B, stop_window + T]; NOTHING in place of tokens outside the turn. xp:
+        tokens: int32 [B, stop_window + T]; NOTHING for tokens outside the turn. xp:
         jax.numpy, or numpy on the host.
         """
         return turn_ends(self.eos_ids, self.stop, tokens, xp)
@@ -161,7 +161,7 @@ class RolloutSpec:
     ) -> np.ndarray:
         """Mark the responses that end with a stop token or text, bool [B]; others were cut off.
 
-        tokens: int32 [B, R]; lens: int32 [B]; turn_starts: int32 [B], tokens before each one's last
+        tokens: int32 [B, R]; lens: int32 [B]; turn_starts: int32 [B], tokens before each row's last
         turn; None: they have one turn.
         """
         first = np.zeros_like(lens) if turn_starts is None else turn_starts

@@ -1,13 +1,13 @@
-"""Texts that end a turn, as `</answer>`, across the borders of tokens.
+"""Stop strings that end a turn, such as `</answer>`, even across token boundaries.
 
-An automaton reads the bytes of tokens. Its state is the longest end of what was read that starts
-one of the strings. Its last state accepts: the turn ends with this token. What follows is another
-turn, and is read from the start. With the string "<a>":
+An automaton reads the bytes of tokens. Its state is the longest suffix of the input that is a
+prefix of one of the strings. Its last state accepts: the turn ends with this token. What follows is
+another turn, which is read from the start. With the string "<a>":
 
     tokens   "x<"   "a"    "> y"       "<"
     state    "<"    "<a"   accepting   "<"
 
-A string has a bounded number of bytes, so a few tokens tell the state, and a row carries none.
+A string has a bounded number of bytes, so a few tokens determine the state, and rows carry none.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from jax import Array
 
 from specrl_jax.sharding import axes, reshard
 
-NOTHING = -1  # in the place of a token: what was read before it does not count
+NOTHING = -1  # in place of a token: anything read before it is ignored
 _LIST = re.compile(r"\s*\[\s*[\"']")
 _ESCAPES = re.compile(r"(\\[nrt])+")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # no text of any file
+_SURROGATE = re.compile("[\ud800-\udfff]")  # never occurs in a file's text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class StopStrings:
 
     @classmethod
     def of(cls, strings: Sequence[str], texts: Sequence[str]) -> "StopStrings":
-        """Return the automaton; texts: of V tokens, as `Tokenizer.token_texts` gives them.
+        """Return the automaton; texts: of V tokens, from `Tokenizer.token_texts`.
 
-        No string goes on over a token without a text.
+        No string spans a token without a text.
         """
         steps = _byte_steps([string.encode() for string in strings])
         accepting = len(steps) - 1
@@ -56,14 +56,14 @@ class StopStrings:
             read = letters[starts[longer] + i]
             columns[longer + 1] = steps[columns[longer + 1], read[:, None]]
         columns[1:][sizes == 0] = 0
-        columns[0] = 0  # of NOTHING, the least of all: the first kind
+        columns[0] = 0  # of NOTHING, the smallest: the first kind
         columns, kinds = np.unique(columns, axis=0, return_inverse=True)
         moves = np.concatenate([columns.T, columns.T[:1]])
         return cls(tuple(strings), kinds[1:].astype(np.int32), moves)
 
     @property
     def window(self) -> int:
-        """Number of tokens before a token in which a string that ends in the token may start."""
+        """Number of preceding tokens in which a string that ends at a token may start."""
         return max(len(string.encode()) for string in self.strings) - 1
 
     def ends(self, tokens: Any, xp: Any = jnp) -> Any:
@@ -94,16 +94,16 @@ class StopStrings:
         keep: bool,
         needed: str = "",
     ) -> str:
-        """Decode a turn up to the first string that its tokens complete; all of it without one.
+        """Decode a turn up to the first string that its tokens complete; all of it if none.
 
-        ids: of the turn. decode: token ids → text. keep: up to the string's end, else to its start.
-        needed: a text that is kept in any case, where the string completes it.
+        ids: of the turn. decode: token ids → text. keep: include the string, else end before it.
+        needed: a text that is kept in any case if the string completes it.
         """
         count = self.count_to_end(ids)
         if not count:
             return decode(ids)
         text = decode(ids[:count])
-        # The string ends in what the last token adds.
+        # The string ends within what the last token adds.
         pairs = zip(text, decode(ids[: count - 1]))
         before = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         begins = ((text.find(s, max(before + 1 - len(s), 0)), len(s)) for s in self.strings)
@@ -117,9 +117,9 @@ class StopStrings:
 
 
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """Return the next state by state and byte, int32 [S, 256]; the last state accepts, for good.
+    """Return the next state by state and byte, int32 [S, 256]; the last state accepts permanently.
 
-    The other states are the starts of the strings, the empty one first.
+    The other states are the prefixes of the strings, the empty one first.
     """
     begins = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
     number = {begin: i for i, begin in enumerate(begins)}
@@ -145,7 +145,7 @@ def _look_up(table: np.ndarray, index_BT: Array) -> Array:
 def turn_ends(eos_ids: Sequence[int], stop: StopStrings | None, tokens: Any, xp: Any = jnp) -> Any:
     """Mark the tokens that end a turn, bool [B, T]; arguments: see `StopStrings.ends`.
 
-    eos_ids: the tokens that end it alone. Without strings the window is 0.
+    eos_ids: tokens that end a turn on their own. Without strings the window is 0.
     """
     new = tokens if stop is None else tokens[:, stop.window :]
     ends = functools.reduce(xp.logical_or, [new == eos for eos in eos_ids])
@@ -156,10 +156,10 @@ def turn_ends(eos_ids: Sequence[int], stop: StopStrings | None, tokens: Any, xp:
 
 
 def parse_stop(value: str) -> tuple[str, ...]:
-    """Return the strings that `rollout.stop` lists: texts apart by blanks, or a JSON list of texts.
+    """Return the strings that `rollout.stop` lists: texts separated by blanks, or a JSON list.
 
-    Raises ValueError in one line where the value is neither. Blanks alone, a newline and an escape
-    for one count as texts only in a JSON list: elsewhere they would be lost without a word.
+    Raises a one-line ValueError if the value is neither. Only blanks, a newline and its escape
+    count as texts in a JSON list alone: elsewhere they would be lost silently.
     """
     if _LIST.match(value):
         strings = _read_list(value)
@@ -171,7 +171,7 @@ def parse_stop(value: str) -> tuple[str, ...]:
         clear = clear and not any(map(_ESCAPES.fullmatch, strings))
     if not clear or _SURROGATE.search("".join(strings)):
         raise ValueError(
-            f"rollout.stop must be texts apart by blanks, or a JSON list of texts, got {value!r}"
+            f"rollout.stop must be texts separated by blanks, or a JSON list, got {value!r}"
         )
     return tuple(strings)
 
@@ -191,7 +191,7 @@ def is_stop(value: str) -> bool:
 
 
 def _read_list(value: str) -> list[str]:
-    """Read a JSON list of texts that are not empty; [] where the value is none."""
+    """Read a JSON list of non-empty texts; [] if the value is not one."""
     try:
         strings = json.loads(value)
     except ValueError:
@@ -200,9 +200,9 @@ def _read_list(value: str) -> list[str]:
 
 
 def make_stop_strings(config: Any, tokenizer: Any) -> StopStrings | None:
-    """Return the automaton of `rollout.stop`; None where it is empty.
+    """Return the automaton of `rollout.stop`; None if it is empty.
 
-    Raises ValueError in one line where the tokenizer cannot write one of the strings.
+    Raises a one-line ValueError if the tokenizer cannot produce one of the strings.
     """
     strings = parse_stop(config.rollout.stop)
     return _make(strings, tokenizer) if strings else None
@@ -214,14 +214,14 @@ def _make(strings: tuple[str, ...], tokenizer: Any) -> StopStrings:
     for string in strings:
         if missing := _unwritten(string, texts):
             raise ValueError(
-                f"rollout.stop must hold texts that the tokenizer writes, got {string!r}: no "
-                f"tokens go on with {missing!r}; choose another text"
+                f"rollout.stop must hold texts that the tokenizer can produce, got {string!r}: no "
+                f"tokens produce {missing!r}; choose another text"
             )
     return StopStrings.of(strings, texts)
 
 
 def _unwritten(string: str, texts: Sequence[str]) -> str:
-    """Return the rest of a string after the longest start that tokens write; "" after all of it."""
+    """Return what is left of a string after its longest prefix that tokens spell; "" if none."""
     moves = StopStrings.of([string], texts).moves
     reached = np.zeros(1, int)
     while len(more := np.unique(np.append(reached, moves[reached]))) > len(reached):

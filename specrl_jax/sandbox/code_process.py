@@ -1,8 +1,8 @@
-"""Program of the process that runs the code of a response, for `code` and the tool `python`.
+"""Program of the process that runs a response's code, for `code` and the tool `python`.
 
-`code` starts this file in an interpreter of its own, whose memory never held the tests. It reads
-requests, each a line of JSON, and answers each with a line. It imports nothing of this package: a
-start takes as long as its imports. No JAX.
+`code` starts this file in a separate interpreter, whose memory never contained the tests. It reads
+requests, one line of JSON each, and replies to each with a line. It imports nothing from this
+package: a start takes as long as its imports. No JAX.
 """
 
 import atexit
@@ -18,9 +18,9 @@ import sys
 import types
 from typing import Any, NoReturn
 
-NAME = "solution"  # of the module that the code is
+NAME = "solution"  # of the module made from the code
 MAX_OUTPUT = 2**23  # bytes of a program's output that are read
-_MOST_SPACE = 2**38  # bytes of address space that a process with no limit may have in use
+_MOST_SPACE = 2**38  # bytes of address space that an unlimited process may have in use
 
 # Plain data between the two processes ------------------------------------------------------------
 
@@ -38,7 +38,7 @@ class NotPlainError(Exception):
 
 
 def pack(value: Any, given: Given) -> Any:
-    """Return plain data as JSON: a list, dict or set of `given` as its number; others join it."""
+    """Return plain data as JSON: a list, dict or set in `given` as its number; others are added."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -89,8 +89,8 @@ def unpack(packed: Any, given: list) -> Any:
 
 
 def _flat(value: Any) -> Any:
-    """Return the plain data in an array, or in a value of a library's class that extends data."""
-    if hasattr(type(value), "tolist"):  # of NumPy
+    """Return the plain data in an array, or in a value whose library class extends plain data."""
+    if hasattr(type(value), "tolist"):  # NumPy's
         return value.tolist()
     for base in (str, int, float, complex, dict, *_LISTS):
         if isinstance(value, base):
@@ -135,7 +135,7 @@ def _reply(request: str, *args) -> list:
 
 
 def _begin(memory: int, path: list[str]) -> list:
-    """Let this process allocate as many bytes, -1: any number, and import from `path`."""
+    """Let this process allocate this many bytes (-1: unlimited) and import from `path`."""
     sys.path[:] = path
     if memory >= 0:
         most = memory + address_space()
@@ -172,7 +172,7 @@ def _has_room(pages: int) -> bool:
 
 
 def _load(code: str, imports: str) -> list:
-    """Run the code as a module. What `imports` defines is built in, where nothing has its name."""
+    """Run the code as a module. Names defined by `imports` are built in unless they are taken."""
     names: dict[str, Any] = {}
     exec(imports, names)
     vars(builtins).update(names | vars(builtins))
@@ -187,7 +187,7 @@ def _find(path: str) -> Any:
 
 
 def _get(path: str) -> list:
-    """Return data, packed; nothing for what may be called."""
+    """Return data, packed; nothing for callables."""
     value = _find(path)
     if isinstance(value, type) and issubclass(value, BaseException):
         raise NotPlainError(f"class of errors, {value.__name__}")
@@ -195,9 +195,9 @@ def _get(path: str) -> list:
 
 
 def _call(path: str, packed: Any) -> list:
-    """Return the result of a call, and what lists, dicts and sets of its arguments are now.
+    """Return the result of a call, and the current lists, dicts and sets of its arguments.
 
-    Of the class Solution return the path of the new instance, which the module keeps.
+    For the class Solution return the path of the new instance, which the module keeps.
     """
     values: list[Any] = []
     args, options = unpack(packed, values)
@@ -218,7 +218,7 @@ def _call(path: str, packed: Any) -> list:
 def _run(code: str, text: str) -> list:
     """Return exit status and output of a program that reads `text`, in a process forked from this.
 
-    No run finds what another has defined.
+    No run sees what another has defined.
     """
     import tempfile
 
@@ -237,7 +237,7 @@ def _run(code: str, text: str) -> list:
 
 
 def _run_and_end(code: str) -> NoReturn:
-    """Run a program in this process, and end it as the interpreter does after a program."""
+    """Run a program in this process, and end it as the interpreter would."""
     status = 1
     try:
         atexit._clear()
@@ -264,7 +264,7 @@ def _run_and_end(code: str) -> NoReturn:
 
 # A console ----------------------------------------------------------------------------------------
 
-_CONSOLE: dict[str, Any] = {"__name__": "__main__"}  # names that stay
+_CONSOLE: dict[str, Any] = {"__name__": "__main__"}  # names that persist
 
 
 def _console(code: str, most: int) -> list:

@@ -1,8 +1,8 @@
-"""Rights that a reward worker gives up before it runs what a policy has written.
+"""Privileges that a reward worker drops before it runs what a policy has written.
 
-Namespaces, Landlock and seccomp filters (`linux`) may each be missing; what is there must take
-effect, else the answer is not run. `Cell.gaps` says what nothing covers. Also ends processes,
-whatever session they are in.
+Namespaces, Landlock and seccomp filters (`linux`) may each be unavailable; those available must
+take effect, otherwise the answer is not run. `Cell.gaps` lists what nothing covers. Also ends
+processes, whatever session they are in.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ RESERVE = 64 << 20  # bytes beyond the memory limit, to report that it was reach
 
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
          "VIRTUAL_ENV", "CONDA_PREFIX", "HF_HOME", "HF_HUB_CACHE", "NLTK_DATA")  # fmt: skip
-_SESSION_S = 10.0  # seconds in which killed processes must have ended
+_SESSION_S = 10.0  # seconds within which killed processes must have ended
 
 
 def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of programs and caches alone: no tokens, no proxy settings."""
+    """Return only variables of programs and caches: no tokens, no proxy settings."""
     return {k: v for k, v in variables.items() if k in _KEPT or k.startswith(("LC_", "XDG_"))}
 
 
@@ -38,7 +38,7 @@ def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_group(group: int) -> int:
-    """Kill a child that leads a group, and its group; the exit code of the child."""
+    """Kill a child that leads a group, and its group; return the child's exit code."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
     with contextlib.suppress(OSError):  # it may be too young to lead its group
@@ -47,9 +47,9 @@ def end_group(group: int) -> int:
 
 
 def end_children(group: int) -> int:
-    """Kill all that this process has started; the exit code of its child `group`.
+    """Kill everything that this process started; return the exit code of its child `group`.
 
-    Raises TimeoutError where processes are left after seconds.
+    Raises TimeoutError if processes remain after some seconds.
     """
     code = 0
     end = time.monotonic() + _SESSION_S
@@ -83,7 +83,7 @@ def _kill_children(group: int) -> None:
 
 
 def count_tasks() -> int:
-    """Threads of this user: the kernel counts them against a limit of processes."""
+    """Count threads of this user: the kernel counts them against a limit of processes."""
     count = 0
     if not linux.LINUX:
         return count
@@ -98,9 +98,9 @@ def count_tasks() -> int:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder with all in it, whatever rights to it an answer of this user has left.
+    """Remove a folder and its content, whatever permissions an answer of this user has set.
 
-    Raises OSError, or RecursionError of a deep one.
+    Raises OSError, or RecursionError for a deep one.
     """
     try:
         shutil.rmtree(path)
@@ -121,13 +121,13 @@ def remove_folder(path: str) -> None:
 class Cell:
     """Place where a worker runs answers: an empty scratch directory, and limits.
 
-    Make it in the worker, after its imports: from then on all else may be read-only for it.
+    Make it in the worker, after its imports: from then on everything else may be read-only.
     scratch: an empty directory of the worker's own.
     memory: bytes that an answer may allocate.
-    namespaces: what `enter_namespaces` gave; None: answers are trusted, only memory is limited.
-    tasks: of the user, as the worker started; in a namespace they cannot be counted.
+    namespaces: result of `enter_namespaces`; None: answers are trusted, only memory is limited.
+    tasks: of the user, when the worker started; in a namespace they cannot be counted.
     user: `linux.own_user()`, before the namespaces.
-    readable: further paths that an answer may read, of `parse_readable`.
+    readable: further paths that an answer may read, from `parse_readable`.
     """
 
     def __init__(
@@ -157,12 +157,12 @@ class Cell:
         if not self.trusts:
             self._open_scratch()
         if self._contained:
-            linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
+            linux.hide_memory()  # it contains the problems; its forks for answers may not be
 
     def gaps(self, apart: bool = False) -> list[str]:
-        """List what nothing here keeps code in an answer from doing; [] where trusted.
+        """List what nothing here prevents code in an answer from doing; [] if trusted.
 
-        apart: the code should run in a program of its own, which cannot be started as the owner.
+        apart: the code should run in a separate program, which cannot be started as the owner.
         """
         if self.trusts:
             return []
@@ -177,9 +177,9 @@ class Cell:
         return [what for what, by in covered.items() if not by]
 
     def enter_folder(self, name: str) -> None:
-        """Go on in a new folder of the scratch directory: other processes use the directory too.
+        """Continue in a new folder of the scratch directory, which other processes also use.
 
-        Call it in a copy of the cell, in a process that is forked.
+        Call it in a copy of the cell, in a forked process.
         """
         if self.trusts:
             return
@@ -189,7 +189,7 @@ class Cell:
         self._open_scratch()
 
     def leave_folder(self) -> None:
-        """Remove the folder of `enter_folder`. Raises OSError where that fails."""
+        """Remove the folder of `enter_folder`. Raises OSError if that fails."""
         if self.trusts:
             return
         if self._read_only:
@@ -197,9 +197,9 @@ class Cell:
         remove_folder(self._scratch)
 
     def confine(self, beside: int = 0) -> None:
-        """Confine this process, for good: it is to run one answer.
+        """Confine this process permanently, to run one answer.
 
-        beside: processes of other answers that the kernel counts with those of this one.
+        beside: processes of other answers that the kernel counts together with this one's.
         """
         if self.trusts:
             return
@@ -209,7 +209,7 @@ class Cell:
             return
         if self._user:
             linux.give_up_root(self._user, self._as_owner)
-            linux.die_with_parent()  # the system forgets it with the user
+            linux.die_with_parent()  # changing the user resets it
         else:
             linux.drop_capabilities()
         if self._abi:
@@ -220,13 +220,13 @@ class Cell:
             linux.restrict_calls(tuning=outside, signals=outside and self._abi < 6)
 
     def limit_memory(self, for_good: bool) -> None:
-        """Let this process allocate as much as an answer may; for_good: it cannot be lifted."""
+        """Limit this process's memory to an answer's; for_good: the limit cannot be lifted."""
         memory = _used_memory() + self._memory
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         _limit(resource.RLIMIT_AS, memory, memory + RESERVE if for_good else most)
 
     def clear(self) -> None:
-        """Empty the scratch directory, for the next answer. Raises OSError where that fails."""
+        """Empty the scratch directory, for the next answer. Raises OSError if that fails."""
         self._set_rights()
         left = os.listdir(self._scratch)
         if left and self._read_only:
@@ -241,7 +241,7 @@ class Cell:
                 os.unlink(path)
 
     def _choose_user(self, user: int) -> None:
-        """Let answers run as this user, who owns root's files where it cannot import otherwise."""
+        """Run answers as this user, with access to root's files if it cannot import otherwise."""
         paths = [path for path in (sys.executable, *sys.path) if os.path.exists(path)]
         trial = linux.fork()
         if trial == 0:
@@ -265,9 +265,9 @@ class Cell:
         tempfile.tempdir = self._scratch
 
     def _set_rights(self) -> None:
-        """Let an answer use the scratch directory; the one before may have locked it.
+        """Let an answer use the scratch directory; the previous one may have locked it.
 
-        Raises OSError where it is a link, which root must not follow.
+        Raises OSError if it is a link, which root must not follow.
         """
         if os.path.islink(self._scratch):
             raise OSError(f"{self._scratch} is a link, which an answer has made")
@@ -283,7 +283,7 @@ class Cell:
         if linux.LINUX:
             others = 0 if self._user else self._tasks
             if not self._user and not self._namespaces and self._is_limited:
-                # Counted again where they can be, as a run starts threads after its workers.
+                # Counted again if possible, as a run starts threads after its workers.
                 others = min(count_tasks(), others + MAX_LATER_TASKS)
             _limit(resource.RLIMIT_NPROC, others + beside + MAX_PROCESSES)
 
@@ -295,24 +295,24 @@ def _limit(kind: int, soft: int, hard: int | None = None) -> None:
     if most != resource.RLIM_INFINITY:
         hard = min(hard, most) if hard != resource.RLIM_INFINITY else most
         soft = min(soft, most)
-    with contextlib.suppress(ValueError, OSError):  # not every system enforces each
+    with contextlib.suppress(ValueError, OSError):  # not every system enforces each one
         resource.setrlimit(kind, (soft, hard))
 
 
 def lift_memory_limit() -> None:
-    """Let this process allocate all that `limit_memory` has left it."""
+    """Lift the limit of `limit_memory`, as far as allowed."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def free_memory() -> int:
-    """Bytes that this process may still allocate; -1: any number."""
+    """Return the bytes that this process may still allocate; -1: any number."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     used = _used_memory()
     return most - used if used and most != resource.RLIM_INFINITY else -1
 
 
 def _used_memory() -> int:
-    """Address space in use; 0 where the system does not limit it."""
+    """Return the address space in use; 0 if the system does not limit it."""
     return address_space() if linux.LINUX else 0

@@ -1,7 +1,7 @@
-"""Calls of the Linux kernel with which a process gives up rights, without root.
+"""Calls of the Linux kernel with which a process drops privileges, without root.
 
 User, process, network and mount namespaces (namespaces(7)), Landlock (landlock(7)) and seccomp
-filters (seccomp(2)). Every function raises OSError where the system refuses it, unless it says
+filters (seccomp(2)). Every function raises OSError if the system refuses it, unless documented
 otherwise. The standard library has none of them.
 """
 
@@ -32,7 +32,7 @@ _DETACH = 2  # of umount2(2)
 
 
 def call(name: str, *arguments) -> int:
-    """A function of the C library; OSError where it fails."""
+    """Call a function of the C library; raise OSError if it fails."""
     converted = [ctypes.c_long(x) if isinstance(x, int) else x for x in arguments]
     result = getattr(_libc, name)(*converted)
     if result < 0:
@@ -45,24 +45,24 @@ def _syscall(number: int, *arguments) -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that has forked it ends."""
+    """Let the kernel kill this process when its parent ends."""
     if LINUX:
         call("prctl", _SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all its descendants whose own parent ends."""
+    """Make this process the parent of all descendants whose own parent ends."""
     if LINUX:
         call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
 
 
 # Processes ----------------------------------------------------------------------------------------
 
-FORK_S = 10.0  # seconds that a machine without room for a process is waited for
+FORK_S = 10.0  # seconds to wait while the machine has no room for a process
 
 
 def fork() -> int:
-    """os.fork(); BlockingIOError where the machine has no room for a process, for seconds."""
+    """Call os.fork(); BlockingIOError if the machine has no room for a process for seconds."""
     end = time.monotonic() + FORK_S
     while True:
         try:
@@ -76,12 +76,12 @@ def fork() -> int:
 
 
 def is_short(error: OSError) -> bool:
-    """Return True where the machine has no room for a process, which may pass."""
+    """Return True if the machine has no room for a process, which may be temporary."""
     return error.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
 def hide_memory() -> None:
-    """Let no other process without rights read this one's memory, nor that of what it forks."""
+    """Prevent unprivileged processes from reading this one's memory, or its children's."""
     call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -89,7 +89,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 def children(pid: str = "self") -> list[str]:
-    """Numbers of a process's children, as /proc has them, as far as the system tells."""
+    """Return the pids of a process's children from /proc, as far as available."""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -100,7 +100,7 @@ def children(pid: str = "self") -> list[str]:
 
 
 def cpu_seconds(pid: int = 0) -> float:
-    """CPU time of a process and its descendants, alive or waited for; 0 where /proc does not tell.
+    """Return CPU time of a process and its descendants, alive or waited for; 0 if unavailable.
 
     pid: 0: all descendants of this process, but not itself.
     """
@@ -123,7 +123,7 @@ _RIGHTS = _SET_USER | 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6  # CAP_CHOWN, _DAC_OVERR
 
 
 def _other_users() -> range:
-    """User ids besides root that root has here; none where this process is not root."""
+    """Return user ids besides root that root has here; none if this process is not root."""
     if not LINUX or os.geteuid() != 0:
         return range(0)
     with open("/proc/self/uid_map", encoding="utf-8") as file:
@@ -132,14 +132,14 @@ def _other_users() -> range:
 
 
 def is_unlimited() -> bool:
-    """Return True where the kernel counts no processes of this user: root outside a namespace."""
+    """Return True if the kernel does not limit this user's processes: root outside a namespace."""
     return bool(_other_users())
 
 
 def own_user() -> int:
-    """A user id for what this process starts; 0 where this is not root, or not with root's rights.
+    """Return a user id for child processes; 0 if this is not root, or lacks root's privileges.
 
-    No two processes have the same one, as long as both live.
+    No two live processes have the same one.
     """
     users = _other_users()
     with (
@@ -153,9 +153,9 @@ def own_user() -> int:
 
 
 def give_up_root(user: int, as_owner: bool) -> None:
-    """Make this process that of an unprivileged user, for good.
+    """Switch this process to an unprivileged user, permanently.
 
-    as_owner: it may still do with root's files what their owner may. What it executes may not.
+    as_owner: it keeps its owner's access to root's files. Programs that it executes do not.
     """
     call("prctl", _KEEP_CAPS, 1, 0, 0, 0)
     os.setgroups([])
@@ -164,13 +164,13 @@ def give_up_root(user: int, as_owner: bool) -> None:
     if as_owner:
         _set_capabilities(_SET_USER)
         _libc.setfsuid(0)
-        if _libc.setfsuid(-1) != 0:  # it returns the former one, whether it changes it or not
+        if _libc.setfsuid(-1) != 0:  # it returns the previous one, whether or not it changes it
             raise PermissionError("setfsuid: the user of files cannot be root")
     drop_capabilities()
 
 
 def acts_as_owner() -> bool:
-    """Return whether this process may read files of root that what it executes may not."""
+    """Return whether this process may read root's files that its programs may not."""
     return LINUX and _libc.setfsuid(-1) % 2**32 != os.geteuid()  # ctypes reads a signed int
 
 
@@ -181,16 +181,16 @@ MAX_PID = 4096
 
 
 def has_few_pids() -> bool:
-    """Return True where the namespace of this process holds at most `MAX_PID` processes."""
+    """Return True if this process's namespace holds at most `MAX_PID` processes."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", encoding="utf-8") as file:
         return int(file.read()) <= MAX_PID
     return False
 
 
 def enter_namespaces() -> bool:
-    """Move this process's children into namespaces of their own; whether the system allows it.
+    """Move this process's children into new namespaces; return whether the system allows it.
 
-    Call it in a process with one thread. The next child has number 1: all in there end with it.
+    Call it in a process with one thread. The next child has pid 1: all in there end with it.
     """
     if not LINUX:
         return False
@@ -213,12 +213,12 @@ def enter_namespaces() -> bool:
 
 
 def unshare() -> None:
-    """Move this process and its children into namespaces of their own.
+    """Move this process and its children into new namespaces.
 
-    Raises OSError where the system does not allow it; this process must then end.
+    Raises OSError if the system does not allow it; this process must then end.
     """
     moved, done = os.pipe()
-    helper = fork()  # only from outside can root keep its rights to the files of others
+    helper = fork()  # root keeps its access to others' files only if mapped from outside
     if helper == 0:
         os.close(done)
         try:
@@ -239,7 +239,7 @@ def unshare() -> None:
 
 
 def _map_users(pid: int) -> None:
-    """Give the user namespace of a process the users of this one, where this is root: else one."""
+    """Give a process's user namespace this one's users if this is root; otherwise one user."""
     if os.geteuid() != 0:
         _write(f"/proc/{pid}/setgroups", "deny")
     for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
@@ -256,9 +256,9 @@ def _write(path: str, text: str) -> None:
 
 
 def own_pids() -> bool:
-    """Give the children of this process a process namespace of their own; return whether it did.
+    """Give this process's children their own pid namespace; return whether that succeeded.
 
-    The first child has number 1: all in there end with it.
+    The first child has pid 1: all in there end with it.
     """
     with contextlib.suppress(OSError):
         call("unshare", _NEW_PID)
@@ -271,7 +271,7 @@ def mount(kind: str, path: str, flags: int, options: str = "") -> None:
 
 
 def read_only_view() -> bool:
-    """Make all file systems read-only in a new mount namespace; return whether that is so."""
+    """Make all file systems read-only in a new mount namespace; return whether that succeeded."""
     try:
         call("unshare", _NEW_NS)
         mount("none", "/", _REC_PRIVATE)
@@ -302,9 +302,9 @@ def landlock_abi() -> int:
 
 
 def restrict_files(abi: int, scratch: str, readable: Sequence[str]) -> None:
-    """Allow changes of files in `scratch` alone, and reading there and in `readable`.
+    """Allow changing files only in `scratch`, and reading only there and in `readable`.
 
-    With newer ABIs it also allows no TCP and no signals to outside.
+    Newer ABIs also block TCP and signals to outside.
     """
     files = (
         _READ | _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14
@@ -362,7 +362,7 @@ def has_seccomp() -> bool:
 
 
 def restrict_calls(tuning: bool, signals: bool) -> None:
-    """Refuse calls of `_CALLS`: those of these names too."""
+    """Refuse the calls of `_CALLS`, including the groups enabled here."""
     calls = _CALLS[platform.machine()]
     refused = calls.always + calls.tuning * tuning + calls.signals * signals
     last = len(refused) + 4  # the last instruction, from the first that can jump there
@@ -386,7 +386,7 @@ def restrict_calls(tuning: bool, signals: bool) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities, and whatever a program could gain."""
+    """Drop all capabilities, and whatever a program could gain."""
     _set_capabilities(0)
     call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
 

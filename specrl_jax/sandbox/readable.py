@@ -1,8 +1,8 @@
 """Paths that code in answers may read: Python, its packages, and the system's libraries.
 
-Takes what the worker has imported and `reward.readable`; gives the paths for Landlock or for a view
-of files. Of a folder of source code (the current directory, an entry of PYTHONPATH, a package that
-is being developed) code may read the modules alone: data, runs and keys often lie beside them.
+Takes what the worker has imported and `reward.readable`; returns the paths for Landlock or for a
+view of files. In a folder of source code (the current directory, an entry of PYTHONPATH, a package
+under development) code may read only the modules: data, runs and keys are often next to them.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 
 _LIBRARIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include", "share")
-_ROOTS = ("/", "/usr", "/usr/local")  # whose folders `_LIBRARIES` are the system's
+_ROOTS = ("/", "/usr", "/usr/local")  # whose folders in `_LIBRARIES` are the system's
 _SYSTEM = (
     "/nix/store", "/gnu/store", "/sys/devices/system/cpu", "/proc/cpuinfo", "/proc/meminfo",
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/timezone", "/etc/mime.types",
@@ -30,12 +30,12 @@ _SUFFIXES = (*importlib.machinery.all_suffixes(), ".pyi", "py.typed")
 
 
 def parse_readable(text: str) -> str:
-    """Return `reward.readable` with absolute paths. Raises ValueError in one line."""
+    """Return `reward.readable` with absolute paths. Raises a one-line ValueError."""
     paths = [os.path.abspath(os.path.expanduser(path)) for path in text.split(":") if path.strip()]
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(
-                "reward.readable must be paths that exist, with : between them, got "
+                'reward.readable must be existing paths, separated by ":", got '
                 f"{text!r}: there is no {path}"
             )
     return ":".join(paths)
@@ -44,7 +44,7 @@ def parse_readable(text: str) -> str:
 def find_readable(own: str) -> tuple[str, ...]:
     """Return the paths of this process's Python, of the system's libraries and of `own`.
 
-    Call it after the imports, in the user's home and current directory. own: of `parse_readable`.
+    Call it after the imports, in the user's home and current directory. own: from `parse_readable`.
     """
     folders = list(_source_folders())
     hidden = {os.path.realpath(path) for path in (*folders, os.getcwd(), os.path.expanduser("~"))}
@@ -61,7 +61,7 @@ def find_readable(own: str) -> tuple[str, ...]:
 
 
 def find_without_listing() -> None:
-    """Let Python find modules in folders of source code that this process may not list."""
+    """Let Python find modules in source folders that this process may not list."""
     folders = {os.path.abspath(folder) for folder in _source_folders()}
 
     def hook(path: str) -> _Finder:
@@ -77,7 +77,7 @@ def find_without_listing() -> None:
 
 
 class _Finder:
-    """Finds modules of a folder by their names."""
+    """Finds modules of a folder by name."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -97,7 +97,7 @@ class _Finder:
 
 
 def _source_folders() -> Iterator[str]:
-    """Yield the folders that modules come from, but those of installed packages."""
+    """Yield the folders that modules come from, except those of installed packages."""
     paths = [path or os.getcwd() for path in (*sys.path, *sys.path_importer_cache)]
     for name, module in list(sys.modules.items()):
         if "." not in name:
@@ -109,7 +109,7 @@ def _source_folders() -> Iterator[str]:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a folder, or one around it, holds what an installer has put there."""
+    """Return whether a folder, or one around it, contains files written by an installer."""
     real = os.path.realpath(path)
     libraries = [os.path.join(x, "lib") for x in (sys.base_prefix, sys.base_exec_prefix)]
     if any(_is_within(real, os.path.realpath(x)) for x in libraries):
@@ -121,7 +121,7 @@ def _is_installed(path: str) -> bool:
 
 
 def _folders_of_libraries() -> list[str]:
-    """Return the folders that the dynamic linker is told of, and those of packages' data."""
+    """Return the folders configured for the dynamic linker, and those of packages' data."""
     folders = []
     for path in glob.glob("/etc/ld.so.conf.d/*.conf"):
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
@@ -132,7 +132,7 @@ def _folders_of_libraries() -> list[str]:
 
 
 def _without(path: str, hidden: Iterable[str]) -> Iterator[str]:
-    """Yield the parts of a path that hold none of the hidden folders."""
+    """Yield the parts of a path that contain none of the hidden folders."""
     real = os.path.realpath(path)
     if real in hidden or real == "/":
         return
@@ -149,9 +149,9 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _modules(folder: str, is_package: bool) -> list[str]:
-    """Return the modules of a folder and of packages in it; of a folder of modules alone, itself.
+    """Return the modules in a folder and its packages; for a folder of only modules, itself.
 
-    is_package: folders in it are its own, even where they have no __init__.
+    is_package: its subfolders are part of it, even without __init__.
     """
     found: list[str] = []
     is_pure = is_package

@@ -1,9 +1,9 @@
 """Time that one answer, or one step of an environment, may take.
 
-`reward.timeout` counts CPU seconds of all processes that work for it, so that what runs beside them
-takes none of it. What sleeps, or waits for another program, uses no CPU: seconds in which it gets
-none have a limit of their own, `MAX_WAIT` times as long. Where the system does not tell what CPU
-time processes have used, the second limit is the only one. No JAX.
+`reward.timeout` counts CPU seconds of all processes that work for it, so other programs on the
+machine do not use it up. Sleeping, or waiting for another program, uses no CPU: seconds without CPU
+time have their own limit, `MAX_WAIT` times as long. If the system does not report processes' CPU
+time, the second limit is the only one. No JAX.
 """
 
 import os
@@ -12,19 +12,19 @@ import time
 from specrl_jax.sandbox import linux
 
 MAX_WAIT = 4  # seconds without CPU time, for each second of the limit
-# Seconds of the clock that count as one of CPU time: on a machine with as many programs for each
-# core, processes wait for a core, and for nothing else.
+# Wall-clock seconds that count as one of CPU time: on a machine with this many programs per core,
+# processes wait for a core, and for nothing else.
 MAX_LOAD = 32
-_CHECK_S = 0.05  # seconds between two looks at the processes, at least
+_CHECK_S = 0.05  # seconds between two checks of the processes, at least
 
 
 class TimeLimit:
-    """Limit of an answer, which starts as this is made.
+    """Limit of an answer, starting when it is made.
 
     seconds: of CPU time.
-    pid: the process that works for the answer; its descendants' time counts as well. 0: all that
-      this process has started.
-    answers: that are to come within as many times the seconds.
+    pid: the process that works for the answer; includes its descendants. 0: everything that this
+      process has started.
+    answers: number that must arrive within that many times the seconds.
     """
 
     def __init__(self, seconds: float, pid: int = 0, answers: int = 1):
@@ -34,17 +34,17 @@ class TimeLimit:
         self._begun = time.monotonic()
         self._first = linux.cpu_seconds(pid)
         self._used = 0.0
-        self._next = self._begun + self._pause(self._seconds)  # when to look again
+        self._next = self._begun + self._pause(self._seconds)  # when to check again
         self.reason = ""  # why the time is over
 
     def left(self) -> float:
-        """Return seconds after which to ask again; 0 where the time is over."""
+        """Return seconds after which to check again; 0 if the time is over."""
         if not self.reason and time.monotonic() >= self._next:
             self._look()
         return 0.0 if self.reason else max(self._next - time.monotonic(), 0.001)
 
     def _look(self) -> None:
-        # The time of a process that vanishes is not lost: the sum so far stays.
+        # The time of a process that vanishes is not lost: the sum so far is kept.
         self._used = max(self._used, linux.cpu_seconds(self._pid) - self._first)
         cpu_left = self._seconds - self._used
         now = time.monotonic()
@@ -57,10 +57,10 @@ class TimeLimit:
 
     @staticmethod
     def _pause(cpu_left: float) -> float:
-        """Return the seconds in which processes on all cores cannot use what is left."""
+        """Return the seconds in which processes on all cores cannot use up what is left."""
         return max(cpu_left / (os.cpu_count() or 1), _CHECK_S)
 
 
 def longest(seconds: float) -> float:
-    """Return the seconds of the clock after which a limit of CPU seconds is over in any case."""
-    return min((MAX_WAIT + MAX_LOAD) * seconds, 1e6)  # what the system can wait for at once
+    """Return the wall-clock seconds after which a limit of CPU seconds is over in any case."""
+    return min((MAX_WAIT + MAX_LOAD) * seconds, 1e6)  # the longest wait that the system supports

@@ -1,11 +1,11 @@
 """Program of a worker: a function is called in processes that end after the call.
 
 A worker is a guard, which runs nothing but this file, and its child, the template: it has imported
-the function by its name and never calls it. The template forks a process that gives up what it need
-not have (`containment`), calls, reports and ends; all that it has started ends with it. Where the
-function may execute an answer's text, each answer has its own: it cannot reach another answer, the
-template or the pipe to the run. `workers` is the other end of that pipe. Other programs have
-templates of their own, whose processes may last longer. No JAX.
+the function by name and never calls it. The template forks a process that drops what it does not
+need (`containment`), calls, reports and ends; everything that it started ends with it. If the
+function may execute an answer's text, each answer has its own process: it cannot reach another
+answer, the template or the pipe to the run. `workers` is the other end of that pipe. Other programs
+have their own templates, whose processes may last longer. No JAX.
 """
 
 import contextlib
@@ -30,31 +30,31 @@ from specrl_jax.sandbox.time_limit import TimeLimit
 
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
-CONTAINED = (  # after an error of the system, in a user's own function or class
-    " (a contained reward has no network, an empty folder and the files of reward.readable alone: "
+CONTAINED = (  # after a system error in a user's own function or class
+    " (a contained reward has no network, an empty folder and only the files of reward.readable: "
     "see contained = False in docs/extending.md)"
 )
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
 MAX_LINES_PRINTED = 5  # lines of a worker's answers in the log
-_LINES_PRINTED = mmap.mmap(-1, 1)  # their number; shared with the processes that it forks
+_LINES_PRINTED = mmap.mmap(-1, 1)  # their number; shared with forked processes
 NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
 
 
 class Result(NamedTuple):
     """Value that a process reports for an item, or why there is none."""
 
-    value: Any = None  # plain data; None where failed
+    value: Any = None  # plain data; None if failed
     failure: str = ""  # why there is no value, in one printable line
 
     def to_line(self) -> bytes:
-        """One line of JSON: whoever reads it need not trust the process that has written it."""
+        """Return one line of JSON, which can be read without trusting the process that wrote it."""
         return json.dumps(self, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     @staticmethod
     def from_line(line: bytes, check: Callable[[Any], Any]) -> "Result":
-        """Read the line of `to_line`; return a failure where it is anything else.
+        """Read the line of `to_line`; return a failure if it is anything else.
 
-        check: returns the value of plain data; raises where the data make none.
+        check: returns the value of plain data; raises if the data are not a value.
         """
         try:
             value, failure = json.loads(line)
@@ -81,16 +81,16 @@ class Loaded(Protocol):
     """Function that a worker calls, as `Settings.prepare` returns it."""
 
     starts_program: bool  # for each answer, which must not find anything in the worker's memory
-    hint: str  # follows the reason of an error of the system
+    hint: str  # appended to the reason of a system error
 
     def call(self, *item) -> Any:
-        """Return the value of an item, plain data, in a process of its own."""
+        """Return the value of an item, plain data, in a separate process."""
 
     def check(self, value: Any) -> Any:
-        """Return a value that such a process reports; an exception where it is no value."""
+        """Return a value reported by such a process; raise if it is invalid."""
 
     def may_share(self, *item) -> bool:
-        """Return whether an item may share its process with others: no text of it is executed."""
+        """Return whether an item may share its process with others: its text is not executed."""
 
 
 # The guard ----------------------------------------------------------------------------------------
@@ -104,12 +104,12 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
 def guard(
     make_template: Callable[..., "Template"], conn_fd: int, lifeline_fd: int, settings: Settings
 ) -> NoReturn:
-    """Guard a template, and end all that it has started once one of both ends or the parent."""
+    """Guard a template, and end everything it started once either end or the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks = containment.count_tasks()
     scratch = tempfile.mkdtemp(prefix="specrl-reward-")
     user = linux.own_user()
-    alive, held = os.pipe()  # the second is the template's: it closes as the template ends
+    alive, held = os.pipe()  # the second is the template's: it closes when the template ends
     try:
         namespaces = linux.enter_namespaces() if settings.contained else None
         template = linux.fork()
@@ -133,14 +133,14 @@ def guard(
         code = containment.end_children(template)
     with contextlib.suppress(OSError, RecursionError):
         containment.remove_folder(scratch)
-    os._exit(code if code >= 0 else 128 - code)  # as a shell tells of a signal
+    os._exit(code if code >= 0 else 128 - code)  # as a shell reports a signal
 
 
 # The template -------------------------------------------------------------------------------------
 
 
 class Template:
-    """Calls the function with what it is sent, in processes forked from this one."""
+    """Calls the function with what it receives, in processes forked from this one."""
 
     def __init__(self, conn_fd: int, held_fd: int, settings: Settings):
         self._conn = Connection(conn_fd)
@@ -155,7 +155,7 @@ class Template:
                 linux.adopt_orphans()
                 apart = self.load()
                 gc.collect()
-                gc.freeze()  # what is here is not collected, so not copied, in forked processes
+                gc.freeze()  # existing objects are not collected, so not copied, in forks
                 self._cell = make_cell()
                 started = ["", self._cell.gaps(apart)]
             except BlockingIOError:
@@ -172,7 +172,7 @@ class Template:
         os._exit(code)
 
     def load(self) -> bool:
-        """Import what forked processes run; return whether it should run in a program of its own.
+        """Import what forked processes run; return whether it should run in a separate program.
 
         Such a program cannot be started as the owner of files (`Cell.gaps`).
         """
@@ -181,7 +181,7 @@ class Template:
         return self._loaded.starts_program
 
     def serve_next(self) -> None:
-        """Call for the next items that the parent sends; report each result with its number."""
+        """Call for the parent's next items; report each result with its number."""
         number, items = self._conn.recv()
         while items:
             sharing = itertools.takewhile(lambda item: self._loaded.may_share(*item), items)
@@ -199,7 +199,7 @@ class Template:
         pid, reader = fork_confined(self._cell, work, (self._conn.fileno(), self._held_fd))
         reason = ""
         for _ in items:
-            # A program that a trusted function's module has started works for others, too.
+            # A program started by a trusted function's module also serves others.
             limit = TimeLimit(self._settings.timeout, pid if self._cell.trusts else 0)
             line = reader.read(limit)
             if not line.endswith(b"\n"):
@@ -231,7 +231,7 @@ class Reader:
         return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
 
     def read(self, limit: TimeLimit) -> bytes:
-        """Return the next line, with its end; what has come of it in time, without one."""
+        """Return the next line including its end; without one, what arrived in time."""
         while b"\n" not in self._report and not self.ended:
             left = limit.left()
             self._take(left)
@@ -251,14 +251,14 @@ class Reader:
                 self._printed = (self._printed + data)[:MAX_PRINTED]
 
     def close(self, source: str = "a reward") -> None:
-        """Print what was printed, in one line that says where it is from; but few such lines."""
+        """Print what was printed in one line that names its source, for the first few answers."""
         self._take(0)
         text = printable(self._printed.decode(errors="replace"))
         count = _LINES_PRINTED[0]
         if text and count <= MAX_LINES_PRINTED:
             _LINES_PRINTED[0] = count + 1
             if count == MAX_LINES_PRINTED:
-                text = "more, which is left out from here on; call it by hand to read all"
+                text = "further output is left out from here on; call it by hand to read all"
             print(f"printed by {source}: {text}", file=sys.stderr, flush=True)
         os.close(self._report_fd)
         os.close(self._printed_fd)
@@ -276,7 +276,7 @@ def _call_items(
         only = len(items) == 1
         call = partial(loaded.call, *item)
         result = within_memory(cell, call, for_good=only, hint=loaded.hint)
-        if os.getpid() != pid:  # a copy that the answer has forked
+        if os.getpid() != pid:  # a copy forked by the answer
             return
         reports.write(result.to_line())
 
@@ -287,10 +287,10 @@ def fork_confined(
     own_fds: Sequence[int],
     beside: int = 0,
 ) -> tuple[int, Reader]:
-    """Fork a process that confines itself, does the work and ends; return its number and a reader.
+    """Fork a process that confines itself, does the work and ends; return its pid and a reader.
 
     work: gets the file for its reports. own_fds: files that the process must not have. beside: as
-    of `Cell.confine`.
+    for `Cell.confine`.
     """
     report_read, report_write = os.pipe()
     printed_read, printed_write = os.pipe()
@@ -307,7 +307,7 @@ def fork_confined(
             with open(report_write, "wb", buffering=0) as file:
                 try:
                     cell.confine(beside)
-                except OSError as error:  # an answer is not run without what the system can give
+                except OSError as error:  # an answer is not run without the available containment
                     file.write(failure(error).to_line())
                     os._exit(0)
                 work(file)
@@ -321,9 +321,9 @@ def fork_confined(
 def within_memory(
     cell: containment.Cell, call: Callable[[], Any], *, for_good: bool, hint: str
 ) -> Result:
-    """Return the value of a call under the memory limit; what it raises is a failure.
+    """Return the value of a call under the memory limit; an exception is a failure.
 
-    for_good: the limit stays. hint: follows the reason of an error of the system.
+    for_good: the limit stays. hint: appended to the reason of a system error.
     """
     try:
         cell.limit_memory(for_good)
@@ -335,7 +335,7 @@ def within_memory(
 
 
 def failure(error: BaseException, hint: str = "") -> Result:
-    """Return the failure of an error. hint: follows the reason of an error of the system."""
+    """Return the failure of an error. hint: appended to the reason of a system error."""
     if isinstance(error, MemoryError):
         return Result(failure="out of memory")
     line = printable(f"{type(error).__name__}: {error}"[:MAX_FAILURE])

@@ -1,9 +1,9 @@
-"""Calls functions that others wrote in worker processes.
+"""Calls user-written functions in worker processes.
 
-Takes the name of a function, and items; gives a `Result` for each. A policy's text can keep a
-function busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and
-some functions execute it. So every item has a process of its own (`worker_process`), within limits.
-An item that breaks a limit fails; the others are not affected.
+Takes the name of a function, and items; returns a `Result` for each. A policy's text can keep a
+function busy forever (`9**9**9` is one C call in sympy that no signal handler interrupts), and some
+functions execute it. So every item has its own process (`worker_process`), within limits. An item
+that exceeds a limit fails; the others are not affected.
 
 The workers are started by command line, not by `multiprocessing`: nothing is forked under JAX's
 threads, and the parent's `__main__` is not imported again.
@@ -27,22 +27,22 @@ from specrl_jax.sandbox import containment, linux, worker_process
 from specrl_jax.sandbox.time_limit import longest
 from specrl_jax.sandbox.worker_process import NO_ROOM, Result, Settings
 
-MAX_CHUNK = 32  # answers sent to a worker at once
+MAX_CHUNK = 32  # answers sent to a worker at a time
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
-ROOM_S = 300.0  # seconds that a machine without room for a process is waited for
-GRACE_S = 60.0  # seconds beyond an answer's limit in which its worker must tell what came of it
-MAX_STARTS = 3  # processes that may die while starting, one after another
-MAX_TRIES = 3  # workers that may end while they work for one answer
+ROOM_S = 300.0  # seconds to wait while the machine has no room for a process
+GRACE_S = 60.0  # seconds beyond an answer's limit within which its worker must report
+MAX_STARTS = 3  # consecutive processes that may die while starting
+MAX_TRIES = 3  # workers that may end while they work on one answer
 
 _log = logging.getLogger(__name__)
 
 
 class WorkerPool(contextlib.AbstractContextManager):
-    """Worker processes, whatever they do. Calls are safe from several threads.
+    """Worker processes, whatever they run. Calls are thread-safe.
 
     program: module of the workers.
-    executes: what may run code in answers, for the warning where nothing contains it.
-    field: of the config, for the same.
+    executes: what may run code in answers, for the warning if nothing contains it.
+    field: of the config, for the same warning.
     """
 
     def __init__(self, program: str, settings: Settings, count: int, executes: str, field: str):
@@ -58,9 +58,9 @@ class WorkerPool(contextlib.AbstractContextManager):
         self.close()
 
     def warm_up(self) -> None:
-        """Start the workers; their imports go on in the background."""
+        """Start the workers; their imports continue in the background."""
         for worker in self._workers:
-            with contextlib.suppress(BlockingIOError):  # it is started once it is needed
+            with contextlib.suppress(BlockingIOError):  # it is started when it is needed
                 worker.ensure_started()
 
     def close(self) -> None:
@@ -74,11 +74,11 @@ class WorkerPool(contextlib.AbstractContextManager):
             raise RuntimeError("the reward pool is closed")
 
     def _wait_for_room(self, error: OSError, begun: float, stop: threading.Event) -> None:
-        """Wait a second, and say so once; ChildProcessError where no process started for long."""
+        """Wait a second, and report it once; ChildProcessError if no process started for long."""
         if time.monotonic() - begun > ROOM_S:
             raise ChildProcessError(
                 f"no reward worker could start for {ROOM_S:g} s ({error.strerror}): "
-                "end other programs, or set reward.workers lower"
+                "end other programs, or lower reward.workers"
             )
         if not self._waited:
             self._waited = True
@@ -87,7 +87,7 @@ class WorkerPool(contextlib.AbstractContextManager):
         stop.wait(1.0)
 
     def _warn(self) -> None:
-        """Say once what code in an answer can do, where the workers may run it."""
+        """Warn once about what code in an answer can do, if the workers may run it."""
         gaps = next((worker.gaps for worker in self._workers if worker.gaps), [])
         if gaps and self._executes and not self._warned:
             self._warned = True
@@ -104,12 +104,12 @@ class WorkerPool(contextlib.AbstractContextManager):
 
 
 def num_workers(workers: int) -> int:
-    """Return the number of processes that `reward.workers` asks for; 0: one per core, up to 16."""
+    """Return the number of processes for `reward.workers`; 0: one per core, up to 16."""
     return int(workers) or min(os.cpu_count() or 1, 16)
 
 
 class CallPool(WorkerPool):
-    """Calls a function in worker processes; one that an item hangs is killed and replaced.
+    """Calls a function in worker processes; one that hangs on an item is killed and replaced.
 
     Takes the arguments of `WorkerPool` after its program.
     """
@@ -123,7 +123,7 @@ class CallPool(WorkerPool):
     def call(self, items: list[tuple]) -> list[Result]:
         """Return the results of items, one batch at a time.
 
-        Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
+        Raises RuntimeError if the pool is closed, ChildProcessError if no worker starts.
         """
         with self._lock:
             self._check_open()
@@ -132,7 +132,7 @@ class CallPool(WorkerPool):
             return results
 
     def _run(self, items: list[tuple]) -> list[Result]:
-        """A thread for each worker hands it one chunk of items after another."""
+        """Use a thread per worker, which passes it one chunk of items after another."""
         # About four chunks per worker: few messages, and no long wait for the slowest chunk.
         size = max(1, min(MAX_CHUNK, len(items) // (4 * len(self._workers))))
         chunks = [items[first : first + size] for first in range(0, len(items), size)]
@@ -171,13 +171,13 @@ class CallPool(WorkerPool):
 
 
 def _raise_if_short(code: int | None) -> None:
-    """Raise BlockingIOError where a worker has ended with the exit code of `NO_ROOM`."""
+    """Raise BlockingIOError if a worker has ended with the exit code `NO_ROOM`."""
     if code == NO_ROOM:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 class Worker:
-    """Parent's side of one process; another one takes its place when it has ended.
+    """Parent's side of one process, which is replaced when it has ended.
 
     program: its module, with a function `serve`.
     """
@@ -188,7 +188,7 @@ class Worker:
         self._settings = settings
         self._process: subprocess.Popen | None = None
         self._ready = False
-        self.gaps: list[str] = []  # what code in an answer can do, as a `Cell` says
+        self.gaps: list[str] = []  # what code in an answer can do, as reported by a `Cell`
         self._asked = 0  # answers, since the first process: the number of the next one
 
     def ensure_started(self) -> None:
@@ -196,7 +196,7 @@ class Worker:
             self._start()
 
     def call(self, items: list[tuple]) -> list[Result]:
-        """Return the results of the first items, up to a missing report or another answer's.
+        """Return the results of the first items, up to a missing or mismatched report.
 
         The process is replaced after such a report. Raises what `ensure_ready` raises.
         """
@@ -218,11 +218,11 @@ class Worker:
         return results
 
     def kill(self) -> int | None:
-        """End the process and what it has started; its exit code."""
+        """End the process and everything it started; return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
-        self._lifeline.close()  # it ends all by itself
+        self._lifeline.close()  # it then ends everything itself
         try:
             return process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -231,16 +231,16 @@ class Worker:
             return process.wait()
 
     def _receive(self, seconds: float) -> list:
-        """Return the next report; TimeoutError where none comes, EOFError after the process."""
+        """Return the next report; TimeoutError if none comes, EOFError after the process."""
         if not self.conn.poll(seconds):
             raise TimeoutError(f"no report within {seconds:g} s")
         return json.loads(self.conn.recv_bytes())
 
     def ensure_ready(self) -> None:
-        """Wait for the imports of a process; start another one where it dies in them.
+        """Wait for a process's imports; start another one if it dies in them.
 
-        ChildProcessError where none can be started, BlockingIOError where the machine has no room
-        for it now.
+        ChildProcessError if none can be started, BlockingIOError if the machine currently has no
+        room for it.
         """
         for _ in range(MAX_STARTS):
             self.ensure_started()
@@ -271,7 +271,7 @@ class Worker:
         paths = [path for path in sys.path if isinstance(path, str)]
         code = f"import sys; sys.path[:] = {paths!r}; from {self._program} import serve; "
         code += f"serve{(*fds, *self._settings)!r}"
-        # One thread each; no accelerator, should a user's module import JAX; one order of sets in
+        # One thread each; no accelerator, in case a user's module imports JAX; one order of sets in
         # every run, as sympy's results can depend on it; and one encoding, as what an answer or a
         # reward prints, reads and writes must not depend on the user's locale.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

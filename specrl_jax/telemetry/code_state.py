@@ -1,6 +1,6 @@
 """Record of the code and devices of a run: WORKDIR/code.jsonl.
 
-It has a line for each start that differs from the last one.
+It has a line for each start that differs from the previous one.
 """
 
 import json
@@ -18,7 +18,7 @@ FILE_NAME = "code.jsonl"
 def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
     """Return the commit of a folder's repository, and whether files differ from it ("dirty").
 
-    folder: this code's by default. {} where there is no repository, or no git.
+    folder: this code's by default. {} without a repository or git.
     """
     options = {
         "cwd": folder,
@@ -37,7 +37,7 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
 
 
 def record_code(workdir: Path) -> None:
-    """Adds the versions, the commit and the devices of this process."""
+    """Append the versions, the commit and the devices of this process."""
     import jax
 
     devices = jax.devices()
@@ -50,9 +50,9 @@ def record_code(workdir: Path) -> None:
 
 
 def read_code(workdir: Path) -> list[str]:
-    """Return as text what ran in a work directory; [] where that is not known.
+    """Return as text what ran in a work directory; [] if unknown.
 
-    Raises ValueError in one line for a damaged file.
+    Raises a one-line ValueError for a damaged file.
     """
     texts = []
     for number, line in enumerate(_lines(workdir), start=1):
@@ -65,7 +65,7 @@ def read_code(workdir: Path) -> list[str]:
 
 
 def _lines(workdir: Path) -> list[str]:
-    """Return the complete ones: a process may be writing the last."""
+    """Return the complete lines: a process may be writing the last."""
     path = workdir / FILE_NAME
     text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     return text.rpartition("\n")[0].splitlines()

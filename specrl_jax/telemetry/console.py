@@ -19,7 +19,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("decode", "time/decode", 7, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
 )
-# Of a run with an environment, instead of the parts of the rollout's seconds.
+# For a run with an environment, instead of the parts of the rollout's seconds.
 _EPISODE_COLUMNS: tuple[_Column, ...] = (
     *_COLUMNS[:-3],
     ("environ", "time/environment", 7, "{:.2f}s"),
@@ -27,7 +27,7 @@ _EPISODE_COLUMNS: tuple[_Column, ...] = (
     ("step", "time/step", 7, "{:.2f}s"),
 )
 
-# Shown after a line where it is not 0: metric, words.
+# Shown after a line if nonzero: metric, words.
 _TROUBLE = (
     ("reward/failed", "{:.0f} answers failed"),
     ("rollout/truncated_fraction", "{:.1%} cut"),
@@ -45,9 +45,9 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Console:
-    """A line a step, a heading every 20 lines, and a progress bar if stdout is a terminal.
+    """A line per step, a heading every 20 lines, and a progress bar if stdout is a terminal.
 
-    environment: whether there is one: its seconds and those of the step are shown.
+    environment: whether there is one: shows its seconds and those of the step.
     """
 
     def __init__(self, total_steps: int, environment: bool = False):
@@ -94,7 +94,7 @@ class Console:
             self._progress.update(self._task, completed=step, description=f"{time_left} left")
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
-        """Estimate by the last 20 steps of this process; earlier ones compiled."""
+        """Estimate from the last 20 steps of this process; earlier ones compiled."""
         if len(self._times) > 1:
             step_seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         else:
@@ -104,14 +104,14 @@ class Console:
     def _print(
         self, step: str, epoch: int | str, cells: Sequence[str], time_left: str, trouble: str = ""
     ) -> None:
-        """Print an aligned line of at most 100 columns, and what went wrong after it."""
+        """Print an aligned line of at most 100 columns, followed by what went wrong."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, self._columns, strict=True):
             line += f"{cell:>{width + 1}}"
         self.write_line(f"{line}{time_left:>8}  {trouble}".rstrip())
 
     def write_line(self, line: str) -> None:
-        """Print a line of its own, above the progress bar."""
+        """Print a separate line above the progress bar."""
         if self._progress is None:
             print(line, flush=True)
         else:

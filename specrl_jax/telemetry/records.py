@@ -1,14 +1,15 @@
 """Responses to a share of the prompts, as text: `WORKDIR/rollouts/KIND_N.jsonl`.
 
-Takes a step's prompts and finished responses on the host. Writes one response a line, the
+Takes a step's prompts and finished responses on the host. Writes one response per line, with the
 responses to a prompt together. A line is a JSON object with the fields of `FIELDS`, in ASCII. A
-file appears complete or not at all. A share of 0 has no folder. eval_N holds responses to held-out
-prompts, by the policy after step N; step_N those of a training step, by the policy before it.
+file appears complete or not at all. With a share of 0 there is no folder. eval_N contains responses
+to held-out prompts, by the policy after step N; step_N those of a training step, by the policy
+before it.
 
-A prompt is recorded where its prompt_id, a hash read as a number in [0, 1), is below the share.
-So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
-larger share adds prompts. A batch with fewer than eight such prompts records the eight with the
-smallest ids, or all that it has.
+A prompt is recorded if its prompt_id, a hash read as a number in [0, 1), is below the share. So a
+prompt is recorded in every epoch, runs on the same problems record the same prompts, and a larger
+share adds prompts. A batch with fewer than eight such prompts records the eight with the smallest
+ids, or all that it has.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ FOLDER = "rollouts"
 
 
 def _is_number(value: Any) -> bool:
-    """Return True if `value` can be a log-prob or a reward: null stands for nan and inf."""
+    """Return True if `value` can be a log-prob or a reward: null represents nan and inf."""
     return value is None or (type(value) in (int, float) and math.isfinite(value))
 
 
 def _are_turns(value: Any) -> bool:
-    """Return True if `value` lists what `_TURN` has."""
+    """Return True if `value` is a list of the fields in `_TURN`."""
     return type(value) is list and all(
         type(turn) is dict
         and turn.keys() == _TURN.keys()
@@ -44,7 +45,7 @@ def _are_turns(value: Any) -> bool:
     )
 
 
-# Rules of a field's value: in words, and as a test.
+# Rules for a field's value: in words, and as a test.
 _TEXT = ("text", lambda x: type(x) is str)
 _WHOLE = ("a whole number", lambda x: type(x) is int)
 _SWITCH = ("true or false", lambda x: type(x) is bool)
@@ -57,15 +58,15 @@ _WHOLES = (
 )
 _TURN = {"end": _WHOLE, "reward": _NUMBER, "role": _TEXT}
 _TURNS = ("a list of turns, each with end, reward and role", _are_turns)
-# Field of a line → its rule and its meaning. "Per token": a list or string with one item for each
-# token of the response, end of sequence included. For example, "4 5" and its end, where a rule
-# accepted "4 5":
+# Field of a line → its rule and its meaning. "Per token": a list or string with one item per token
+# of the response, end of sequence included. For example, "4 5" and its end, when a rule accepted
+# "4 5":
 #     "token_ids":[6,2,1],"token_ends":[1,3,3],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2
 FIELDS = {
     "step": (_WHOLE, "the step of the rollout; as in the file's name"),
     "epoch": (_WHOLE, "the pass over the prompts; 0 before the first step"),
     "prompt_id": (_TEXT, "16 hexadecimal digits, the same in every run on the same problem"),
-    "sample": (_WHOLE, "number of the response among the prompt's G, from 0 on"),
+    "sample": (_WHOLE, "number of the response among the prompt's G, starting from 0"),
     "prompt": (_TEXT, "the policy's input, decoded, with chat template, without special tokens"),
     "answer": (_TEXT, "the problem's reference answer"),
     "text": (_TEXT, "the response, decoded, without special tokens; before reward.extract"),
@@ -79,24 +80,24 @@ FIELDS = {
         _NUMBERS,
         "per token: nats, with temperature, untruncated; 4 decimals",
     ),
-    "reward": (_NUMBER, "6 decimals; null, like a log-prob, where it is not finite"),
-    "by_function": (_BY_NAME, "of each function of a sum: its reward, before its weight; else {}"),
-    "failed": (_SWITCH, "true where scoring hit a limit or raised; the reward is 0 then"),
+    "reward": (_NUMBER, "6 decimals; null, like a log-prob, if it is not finite"),
+    "by_function": (_BY_NAME, "unweighted reward by each function of a sum; otherwise {}"),
+    "failed": (_SWITCH, "true if scoring hit a limit or raised; the reward is then 0"),
     "origin_steps": (_WHOLES, "per token: the step that first sampled it"),
-    "prefix_len": (_WHOLE, "tokens that come from the earlier response, from the first on"),
+    "prefix_len": (_WHOLE, "leading tokens that come from the earlier response"),
     "ended": (_SWITCH, "true if the last token ends the sequence; false if the response was cut"),
     # end: tokens of the response up to the turn's end. The rewards add up to the episode's. role:
-    # of what answered the turn, "user" or "tool"; "" where nothing follows.
-    "turns": (_TURNS, "the policy's turns of an episode; [] of a single response"),
+    # of the reply to the turn, "user" or "tool"; "" if nothing follows.
+    "turns": (_TURNS, "the policy's turns of an episode; [] for a single response"),
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LINE_START = re.compile(rb'{"step":\d+,"epoch":\d+,"prompt_id":"([^"\\]*)"')
-_FEWEST = 8  # prompts that are recorded of a batch
+_FEWEST = 8  # prompts to record per batch
 _LOGPROB_DECIMALS = 4
 _REWARD_DECIMALS = 6
-# A character of so many tokens at most is waited for; a longer one is no valid text.
+# Characters may span up to this many tokens; anything longer is not valid text.
 _MAX_CHARACTER_TOKENS = 8
 
 
@@ -104,10 +105,10 @@ _MAX_CHARACTER_TOKENS = 8
 
 
 def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
-    """Indices of the prompts of a batch to record, smallest prompt_id first; see the module.
+    """Return indices of the prompts to record in a batch, smallest prompt_id first; see the module.
 
-    At least `_FEWEST` prompts, or all, where the share, in [0, 1], is above 0. The order of the
-    batch does not matter. Parts of one prompt have the same id and are recorded together.
+    At least `_FEWEST` prompts, or all, if the share, in [0, 1], is above 0. The order of the batch
+    is irrelevant. Parts of one prompt have the same id and are recorded together.
     """
     fewest = sorted(set(prompt_ids))[:_FEWEST] if share > 0 else []
     ranked = sorted((prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
@@ -122,7 +123,7 @@ def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
 
 
 def rollouts_path(workdir: str | os.PathLike, step: int, kind: str = "step") -> Path:
-    """Return the file of a step, also where it does not exist; kind: "step" or "eval"."""
+    """Return the file of a step, whether or not it exists; kind: "step" or "eval"."""
     return Path(workdir) / FOLDER / f"{kind}_{int(step)}.jsonl"
 
 
@@ -137,7 +138,7 @@ def read_rollouts(
 ) -> list[dict[str, Any]]:
     """Return the recorded responses of a step, dicts with the keys of `FIELDS`; [] without a file.
 
-    Raises ValueError in one line, with the file and its line, where the file is damaged.
+    Raises a one-line ValueError that names file and line if the file is damaged.
     """
     path = rollouts_path(workdir, step, kind)
     return [_decode(path, n, line) for n, line in enumerate(_lines(path), start=1)]
@@ -151,7 +152,7 @@ def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
     record = json_object(line, where, FIELDS)
     if isinstance(record["sources"], str):
-        record["sources"] = record["sources"].replace("f", "e")  # of an older version
+        record["sources"] = record["sources"].replace("f", "e")  # from an older version
     for name, ((rule, holds), _) in FIELDS.items():
         if not holds(record[name]):
             raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
@@ -161,11 +162,11 @@ def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def read_some_rollouts(
     workdir: str | os.PathLike, limit: int
 ) -> tuple[dict[str, list[dict[str, Any]]], int, int]:
-    """Return the recorded responses to as many prompts as `limit` bytes of the files allow.
+    """Return the recorded responses to as many prompts as fit in `limit` bytes of the files.
 
-    The prompts lie evenly among all, sorted by their id, which is a hash; at least one is read.
-    Returns the responses of both kinds, {"step": [...], "eval": [...]}, by step, the number of the
-    prompts that were read, and of all. Raises ValueError as `read_rollouts` does.
+    The prompts are spread evenly, sorted by their id, which is a hash; at least one is read.
+    Returns the responses of both kinds, {"step": [...], "eval": [...]}, by step, and the number of
+    prompts read and in all. Raises ValueError as `read_rollouts` does.
     """
     sizes: dict[tuple[str, bytes], int] = {}
     files = [(kind, s) for kind in ("step", "eval") for s in recorded_steps(workdir, kind)]
@@ -195,21 +196,21 @@ def _prompt_id(line: bytes) -> bytes:
 
 
 class Recorded(NamedTuple):
-    """B = Q·G responses in NumPy arrays, the G of a prompt side by side."""
+    """B = Q·G responses in NumPy arrays, the G of a prompt contiguous."""
 
     rollout: Rollout  # its tokens with policy_logprobs, sources and origin_steps
     rewards: np.ndarray  # float32 [B]
     failed: np.ndarray  # bool [B]
-    by_function: Mapping[str, np.ndarray]  # float32 [B] of each function of a sum
-    ended: np.ndarray  # bool [B], those that came to an end
-    # Rewards, ends and roles [B, K] of episodes, as `training.episodes.Turns` has them.
+    by_function: Mapping[str, np.ndarray]  # float32 [B] for each function of a sum
+    ended: np.ndarray  # bool [B], responses that finished
+    # Rewards, ends and roles [B, K] of episodes, as in `responses.Turns`.
     turns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
 class RolloutRecords:
-    """Writes the responses to a share of the prompts, one file a step.
+    """Writes the responses to a share of the prompts, one file per step.
 
-    share: of the prompts, in [0, 1]. One process of a run writes.
+    share: of the prompts, in [0, 1]. Only one process of a run writes.
     decode: token ids → text, without special tokens.
     """
 
@@ -220,16 +221,16 @@ class RolloutRecords:
         *,
         decode: Callable[[list[int]], str],
     ):
-        self.active = share > 0  # False: there is nothing to write
+        self.active = share > 0  # False: nothing to write
         self._workdir = Path(workdir)
         self._share = share
         self._decode = decode
         self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
-        """Removes the files of steps after `step`, and unfinished files.
+        """Remove the files of steps after `step`, and unfinished files.
 
-        Call it before the first `write`, also where the share is 0: with the restored checkpoint's
+        Call it before the first `write`, even if the share is 0: with the restored checkpoint's
         step, or -1 in a new run.
         """
         for path in (self._workdir / FOLDER).glob("*.jsonl*"):
@@ -246,7 +247,7 @@ class RolloutRecords:
         responses: Recorded,
         kind: str = "step",
     ) -> None:
-        """Writes or replaces a step's file; on return it is on the disk.
+        """Write or replace a step's file; on return it is on disk.
 
         kind: "step" or "eval".
 
@@ -286,10 +287,10 @@ class RolloutRecords:
         }
 
     def token_ends(self, token_ids: list[int], text: str) -> list[int]:
-        """Characters of `text` up to the end of each token.
+        """Return the number of characters of `text` up to the end of each token.
 
-        The tokens of one character are decoded together: all but its last end before it. A token
-        is decoded after the last whole one, as tokenizers treat a text's beginning differently.
+        The tokens of one character are decoded together: all but the last end before it. A token is
+        decoded after the last whole one, as tokenizers treat the start of a text differently.
         """
         pieces = [self._piece(token_id) for token_id in token_ids]
         if "".join(pieces) == text:
@@ -338,7 +339,7 @@ def _rounded(reward: np.float32) -> float | None:
 
 
 def _finite(values: np.ndarray, decimals: int) -> list[float | None]:
-    """Round numbers; None for nan and inf, which JSON has not."""
+    """Round numbers; None for nan and inf, which JSON lacks."""
     rounded = np.round(values.astype(np.float64), decimals) + 0.0  # + 0.0: never "-0.0"
     return [x if math.isfinite(x) else None for x in rounded.tolist()]
 

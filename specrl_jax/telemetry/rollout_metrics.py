@@ -1,6 +1,6 @@
 """Scalars of a rollout and of its rewards, under the names of `metrics.METRICS`.
 
-Takes NumPy arrays on the host. A metric without a value (no draft, no earlier response) is absent.
+Takes NumPy arrays on the host. An undefined metric (no draft, no earlier response) is absent.
 """
 
 from collections import Counter
@@ -24,13 +24,13 @@ def rollout_metrics(
     """Return the `rollout/*` metrics of the contents of B responses.
 
     tokens, lens, prefix_lens: as in `types.Rollout`.
-    ended: bool [B], responses that came to an end; the others were cut off.
+    ended: bool [B], responses that finished; the others were cut off.
     draft_lens: int32 [B], lengths of the drafts (0: none).
     previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
         They need not be the drafts.
-    environment: int [B], tokens of the responses that an environment gave.
+    environment: int [B], environment tokens of the responses.
     copied: int [B], tokens of the responses that these forked from.
-    group_size: G, responses per prompt, side by side; divides B.
+    group_size: G, responses per prompt, contiguous; divides B.
     """
     policy_lens = lens - environment - copied
     total = int(policy_lens.sum())
@@ -74,9 +74,9 @@ def rollout_metrics(
 def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
     """Return the share of rows on reused noise, and the mean reward of the other rows.
 
-    The policy has learned from reused noise, so rows on fresh noise alone tell its reward.
+    The policy has already trained on reused noise, so only rows on fresh noise are unbiased.
 
-    kept: bool [B], rows on noise that an earlier rollout had.
+    kept: bool [B], rows whose noise an earlier rollout used.
     rewards: float32 [B].
     """
     metrics = {"rollout/reused_noise": float(np.mean(kept))}
@@ -89,7 +89,7 @@ def turn_metrics(counts: np.ndarray, roles: np.ndarray) -> dict[str, float]:
     """Return metrics of B episodes.
 
     counts: int [B], turns of each episode.
-    roles: str [B, K], the role of the answer to each turn; "" for none.
+    roles: str [B, K], the role of the reply to each turn; "" for none.
     """
     return {
         "rollout/turns_mean": float(np.mean(counts)),
@@ -97,12 +97,12 @@ def turn_metrics(counts: np.ndarray, roles: np.ndarray) -> dict[str, float]:
     }
 
 
-# The names in `reward_metrics` that are shares of groups.
+# Names in `reward_metrics` that are shares of groups.
 GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 
 
 def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:
-    """Return the `reward/*` metrics of B responses, those of a prompt side by side.
+    """Return the `reward/*` metrics of B responses, with those of a prompt contiguous.
 
     rewards: float32 [B]. A response is right if its reward is at least 1.
     failed: bool [B], answers that hit a scoring limit or raised.

@@ -1,8 +1,8 @@
 """A run's metrics on wandb or TensorBoard, with its configuration, sample rollouts and report.
 
-Responses of a step are sent during the run, where the console shows some, and a selection over all
-steps at its end. A failure of either library is one warning; training goes on. Both work without a
-network: `close` says how to send or see what was written.
+Responses of a step are sent during the run, when the console shows some, and a selection over all
+steps at its end. A failure of either library is one warning; training continues. Both work without
+a network: `close` explains how to send or view what was written.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from specrl_jax.registry import Table
 from specrl_jax.telemetry.code_state import git_state
 from specrl_jax.telemetry.records import read_rollouts, read_some_rollouts
 
-_SAMPLES_BYTES = 1 << 18  # of the recorded responses that are sent
+_SAMPLES_BYTES = 1 << 18  # of the recorded responses to send
 _STEP_SAMPLES = 64  # responses of a step that are sent during the run
 _COLUMNS = ("step", "epoch", "prompt", "answer", "sample", "text", "reward", "reused")
 _MAX_NAME = 64  # characters of a wandb name or tag
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Receiver of metrics beside `metrics.jsonl`. This one drops them; others may raise.
+    """Receiver of metrics besides `metrics.jsonl`. This one drops them; others may raise.
 
     workdir: of the run, which exists. config: nested, with what describes the run.
     """
@@ -42,18 +42,18 @@ class Tracker:
         pass
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Take a step's metrics; steps grow, but start again further back after a resume."""
+        """Receive a step's metrics; steps increase, but start further back after a resume."""
 
     def log_rollouts(self, step: int) -> None:
         """Send some of the step's recorded responses."""
 
     def close(self) -> str:
-        """Send sample rollouts and the report; return what to tell the user, or ""."""
+        """Send sample rollouts and the report; return a message for the user, or ""."""
         return ""
 
 
 class Wandb(Tracker):
-    """A wandb run: online where logged in, else offline. $WANDB_MODE and its kin are followed."""
+    """A wandb run: online if logged in, else offline. $WANDB_MODE and related variables apply."""
 
     module = "wandb"
     install = "pip install wandb"
@@ -67,13 +67,13 @@ class Wandb(Tracker):
         except Exception as error:
             if mode != "online":
                 raise
-            _warn("wandb online", error)  # no network, or a wrong key: to be sent later
+            _warn("wandb online", error)  # no network, or a wrong key: send it later
             self._run = _start_wandb(workdir, "offline", config)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("reward/eval", step_metric="step", summary="max,last")
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        # Not as wandb's own step, which may not go back after a resume.
+        # Not as wandb's own step, which cannot go back after a resume.
         self._run.log({"step": step, "epoch": epoch, **values})
 
     def log_rollouts(self, step: int) -> None:
@@ -91,10 +91,10 @@ class Wandb(Tracker):
         return f"wandb: {self._run.url}" if self._run.url else ""
 
     def _unsent(self) -> list[Path]:
-        """Return this run's folders, oldest first; each start of an offline run has made one."""
+        """Return this run's folders, oldest first; each start of an offline run makes one."""
         newest = Path(self._run.dir).parent
         folders = sorted(newest.parent.glob(f"offline-run-*-{self._run.id}"))
-        # `wandb sync` leaves a file of this name in a folder that it has sent.
+        # `wandb sync` leaves a file with this name in a folder that it has sent.
         unsent = [folder for folder in folders if not any(folder.glob("*.synced"))]
         return [*(folder for folder in unsent if folder != newest), newest]
 
@@ -172,7 +172,7 @@ TRACKERS: dict[str, type[Tracker]] = Table(
 
 
 def check_installed(name: str) -> None:
-    """Raise ValueError in one line where the tracker's library is missing."""
+    """Raise a one-line ValueError if the tracker's library is missing."""
     tracker = TRACKERS[name]
     if tracker.module and importlib.util.find_spec(tracker.module) is None:
         raise ValueError(f"log.tracker = {name} needs {tracker.module}: {tracker.install}")
@@ -217,14 +217,14 @@ class SafeTracker:
 
 def _warn(what: str, error: Exception) -> None:
     reason = (str(error).splitlines() or [""])[0]
-    _log.warning("%s failed, training goes on: %r", what, reason)
+    _log.warning("%s failed, training continues: %r", what, reason)
 
 
 # What is sent -------------------------------------------------------------------------------
 
 
 def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
-    """Recorded training responses to a few prompts over all their steps; [] where none are.
+    """Return recorded training responses to a few prompts over all their steps; [] if none.
 
     reused: the share of the response's tokens.
     """
@@ -242,7 +242,7 @@ def _sample(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_code(text: str) -> str:
-    """Return a block of Markdown that shows any text as it is."""
+    """Return a block of Markdown that shows any text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -268,7 +268,7 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
         id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
     run_id = id_file.read_text("utf-8").strip()
     folder = workdir.resolve()
-    # Work directories of the same name get different names; those of one folder are a group.
+    # Work directories with the same name get different names; those in one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
     variables = {"name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS"}
     fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))

@@ -11,17 +11,17 @@ from specrl_jax.inputs import one_line
 
 Messages = tuple[dict, ...]
 
-# The date that every chat template gets.
+# The date passed to every chat template.
 _TODAY = datetime.date(2025, 1, 1)
 _ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
-_MARK = "\u241e"  # stands for a response, and for the end of a prompt
+_MARK = "\u241e"  # placeholder for a response, and for the end of a prompt
 _RESPONSE = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
 
 
 class ChatTemplate:
     """Writer of chats.
 
-    tokenizer: of transformers, with a chat template.
+    tokenizer: a transformers tokenizer with a chat template.
     options: variables of the template.
     source: field and value that name the tokenizer, for errors.
     """
@@ -32,7 +32,7 @@ class ChatTemplate:
         self._source = source
         with one_line(f"{source} must have a default chat template"):
             template = tokenizer.get_chat_template()
-        # Told the date of the day, a run would change at midnight.
+        # With the current date, a run would change at midnight.
         self.text = _ASKS_DATE.sub(lambda call: json.dumps(_TODAY.strftime(call[2])), template)
         for name in self._options:
             if not re.search(rf"\b{re.escape(name)}\b", self.text):
@@ -42,11 +42,11 @@ class ChatTemplate:
                 )
 
     def write(self, messages: Iterable[dict], generation_prompt: bool = True) -> str:
-        """Return messages as text up to the start of the assistant's turn, or without that.
+        """Return messages as text, up to the start of the assistant's turn or without it.
 
-        Raises ValueError in one line where the template does not take them.
+        Raises a one-line ValueError if the template rejects them.
         """
-        with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
+        with one_line(f"tokenizer.chat must be False, or the template of {self._source} fixed"):
             return self._tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self.text,
@@ -58,8 +58,8 @@ class ChatTemplate:
     def write_begun(self, messages: Iterable[dict]) -> str:
         """Return messages as text up to the end of the last one's content.
 
-        The content is as it was given, with the blanks at its ends, which many templates trim.
-        Raises ValueError in one line where the template changes more of it.
+        The content is kept as given, with leading and trailing blanks, which many templates trim.
+        Raises a one-line ValueError if the template changes more of it.
         """
         *before, last = messages
         content = last["content"]
@@ -69,7 +69,7 @@ class ChatTemplate:
             return self.write(chat, generation_prompt=False).rpartition(_MARK)[0]
 
         text = up_to_mark(content)
-        begin = up_to_mark("")  # a template may write otherwise what has a thought
+        begin = up_to_mark("")  # a template may treat content with a thought differently
         if text.startswith(begin) and text[len(begin) :].strip() == content.strip():
             return begin + content
         if not text.endswith(content):
@@ -83,7 +83,7 @@ class ChatTemplate:
         """Return what follows a response: the end of its turn and these messages, up to the start
         of the assistant's turn.
 
-        Raises ValueError in one line where the template does not write the response.
+        Raises a one-line ValueError if the template does not write the response.
         """
         _, mark, rest = self.write([*_RESPONSE, *messages]).partition(_MARK)
         if not mark:
@@ -91,34 +91,34 @@ class ChatTemplate:
         return rest
 
     def takes(self, role: str) -> bool:
-        """Return whether a message of this role may follow a response, and is written."""
+        """Return whether a message of this role may follow a response and is written."""
         try:
             return _MARK in self.write_next([{"role": role, "content": _MARK}])
         except ValueError:
             return False
 
     def write_end(self) -> str:
-        """Return what follows a response that is the last message, "" where it is not written."""
+        """Return what follows a response that is the last message; "" if it is not written."""
         return self.write(_RESPONSE).partition(_MARK)[2]
 
     def around_messages(self) -> str:
-        """Return a chat of empty messages, "" where the template takes none."""
+        """Return a chat of empty messages; "" if the template rejects it."""
         try:
             return self.write([*_RESPONSE, _RESPONSE[0]], generation_prompt=False)
         except ValueError:
             return ""
 
 
-# Turns of a policy that many templates change, by what they change.
+# Turns that many templates change, by what is changed.
 _TURNS = {"a plain turn": "a", "blanks at the ends of a turn": "\n a \n"}
 
 
 def changed_turns(tokenizer: Any, source: str, thought_tags: Iterable[tuple[str, str]]) -> str:
-    """Say in one line which turns a chat template changes once others follow; "" where none.
+    """Report in one line which turns a chat template changes once others follow; "" if none.
 
-    The ids of a whole chat are compared with those of a row: the prompt, and each turn, as it was
-    said and with its end, followed by `encode_turn`. source: whose template it is. thought_tags:
-    pairs of an opening and a closing tag.
+    Compares the ids of a whole chat with those of a row: the prompt, and each turn as it was said
+    and with its end, followed by `encode_turn`. source: whose template it is. thought_tags: pairs
+    of an opening and a closing tag.
     """
     changed = []
     thoughts = {f"a thought in {x}": f"{x}\na\n{y}\n\na" for x, y in thought_tags}
@@ -129,13 +129,13 @@ def changed_turns(tokenizer: Any, source: str, thought_tags: Iterable[tuple[str,
     if not changed:
         return ""
     return (
-        f"the chat template of {source} changes turns once others follow, and rows keep them: "
+        f"the chat template of {source} changes turns once others follow, but rows keep them: "
         f"{'; '.join(changed)}"
     )
 
 
 def _change(tokenizer: Any, turn: str, role: str) -> str:
-    """Say what the template makes of two such turns of a row; "" where it changes none."""
+    """Report what the template makes of two such turns of a row; "" if it changes neither."""
     chat: Messages = ({"role": "user", "content": "a"},)
     row = tokenizer.encode_prompt(chat)
     for _ in range(2):

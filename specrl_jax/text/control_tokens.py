@@ -1,7 +1,7 @@
-"""Texts in which the letters of control tokens are ordinary text.
+"""Encoding of texts in which spelled-out control tokens are ordinary text.
 
-A control token, as `<|im_end|>`, ends a turn or starts one. Only a chat template may write it:
-where a question or an environment writes the same letters, they are encoded as letters.
+A control token, such as `<|im_end|>`, ends or starts a turn. Only a chat template may write it: if
+a question or an environment spells it out, its letters are encoded as letters.
 """
 
 import functools
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Private characters stand for a control token: these where content has its letters,
+# Private characters that replace a control token: these where the content spells it out,
 _LETTERS = 0x100000
 # and these where the template wrote it.
 _WRITTEN = 0x108000
@@ -18,9 +18,9 @@ _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
 
 
 class ControlTokens:
-    """Encoder of texts and chats under a tokenizer of transformers.
+    """Encoder of texts and chats with a transformers tokenizer.
 
-    tokenizer: it encodes every content that has no letters of a control token.
+    tokenizer: encodes all content that spells out no control token.
     tokens: the control tokens' texts.
     """
 
@@ -31,8 +31,8 @@ class ControlTokens:
         self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
     def spelled_in(self, content: Any) -> str:
-        """Return the first control token whose letters are in a text, at any depth of content;
-        "" where there is none."""
+        """Return the first control token that a text spells out, at any depth of the content; ""
+        if there is none."""
         if isinstance(content, str):
             match = self._pattern.search(content)
             return match[0] if match else ""
@@ -43,18 +43,18 @@ class ControlTokens:
         return next(filter(None, map(self.spelled_in, content)), "")
 
     def encode(self, content: Any, write: Callable[[Any], str] = str) -> list[int]:
-        """Return the ids of `write(content)`. Control tokens in it are those that `write` adds.
+        """Return the ids of `write(content)`. Its control tokens are those that `write` adds.
 
-        Raises ValueError in one line where content has the letters of a control token, and the
-        tokenizer cannot tell them from the token.
+        Raises a one-line ValueError if content spells out a control token, and the tokenizer cannot
+        tell it from the token.
         """
         token = self.spelled_in(content)
         if not token:
             return self._tokenizer.encode(write(content), add_special_tokens=False)
         if self._backend is None:
             raise ValueError(
-                f"data.prompt_field must not hold the letters of a control token, got {token!r} in "
-                f"{str(content)[:60]!r}: this tokenizer cannot take them as text; change the data "
+                f"data.prompt_field must not spell out a control token, got {token!r} in "
+                f"{str(content)[:60]!r}: this tokenizer cannot encode it as text; change the data "
                 "or data.render"
             )
         text = self._marked(write(_each_text(content, self._hidden)))
@@ -62,10 +62,10 @@ class ControlTokens:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _hidden(self, text: str) -> str:
-        """Return the text with a private character for the letters of each control token."""
+        """Return the text with each spelled-out control token as a private character."""
         if private := _PRIVATE.search(text):
             raise ValueError(
-                "data.prompt_field must not hold private characters beside the letters of a "
+                "data.prompt_field must not contain private characters next to a spelled-out "
                 f"control token, got U+{ord(private[0]):X}; change the data or data.render"
             )
         return self._pattern.sub(lambda match: chr(_LETTERS + self._numbers[match[0]]), text)
@@ -80,14 +80,14 @@ class ControlTokens:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        """Backend in which private characters are the control tokens; None: it has none, or one
-        that encodes otherwise."""
+        """Backend in which private characters are the control tokens; None if it has none, or one
+        that encodes differently."""
         own = getattr(self._tokenizer, "backend_tokenizer", None)
         if own is None or len(self._tokens) > _WRITTEN - _LETTERS:
             return None
         try:
             backend = type(own).from_str(_renamed(own.to_str(), self._numbers))
-        except Exception:  # a kind of model that needs the tokens' names
+        except Exception:  # some kinds of model need the tokens' names
             return None
         probe = "".join(f"{token} a\n" for token in self._tokens)
         ids = backend.encode(self._marked(probe), add_special_tokens=False).ids
@@ -96,9 +96,9 @@ class ControlTokens:
 
 
 def _one_of(texts: list[str]) -> str:
-    """Return the regular expression of these texts, of which the longest is taken.
+    """Return a regular expression for these texts that matches the longest.
 
-    It reads every letter once: some tokenizers have thousands of tokens that start alike.
+    It reads every letter once: some tokenizers have thousands of tokens with a common prefix.
     """
     least = min(texts)
     differs = (i for i, (a, b) in enumerate(zip(least, max(texts))) if a != b)
@@ -115,7 +115,7 @@ def _one_of(texts: list[str]) -> str:
 
 
 def _each_text(content: Any, change: Callable[[str], str]) -> Any:
-    """Return content with every text in it changed, keys too."""
+    """Return content with every text in it changed, including keys."""
     if isinstance(content, str):
         return change(content)
     if isinstance(content, dict):

@@ -1,7 +1,7 @@
 """Tokenizer of a GGUF file, rebuilt from its metadata for transformers.
 
-Byte-level BPE splits texts by llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
-SentencePiece's BPE, as Gemma has it, splits none.
+Byte-level BPE splits texts with llama.cpp's pre-tokenizer named in `tokenizer.ggml.pre`.
+SentencePiece's BPE, used by Gemma, does not split.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp):
-# (whether every digit is split off first, the words' regular expression; "": GPT-2's).
+# (whether to split off every digit first, the regular expression of words; "": GPT-2's).
 _PRE_TOKENIZERS = {
     "default": (False, ""),
     "gpt-2": (False, ""),
@@ -30,10 +30,9 @@ _SPACE = "\u2581"  # SentencePiece's letter for a space
 
 
 def read(path: Path) -> tuple[Any, list[int]]:
-    """Return a tokenizer of transformers and ids that end a response beside its own end.
+    """Return a transformers tokenizer and ids that end a response besides its own end.
 
-    Raises whatever a damaged file makes the libraries raise, and ValueError where its kind is not
-    known.
+    Raises whatever the libraries raise on a damaged file, and ValueError if the kind is unknown.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -95,12 +94,12 @@ def _sentencepiece(tokens: list[str], types: list[int], field: Callable) -> Any:
         scores = scores[np.array(types) == _NORMAL]
         if np.any(np.diff(scores) > 0):
             raise ValueError(
-                "the scores of its tokens must fall, as they say which merge comes first; set "
+                "the scores of its tokens must decrease, as they give the order of merges; set "
                 "tokenizer.source to the model's directory or hub id"
             )
     vocab = {}
     merges = []
-    # Tokens are in the order in which they are merged. The file has runs of spaces as they are.
+    # Tokens are in merge order. The file has runs of spaces as they are.
     for index, token in enumerate(tokens):
         spelled = token if token.strip(" ") else _SPACE * len(token)
         if types[index] != _UNUSED:
@@ -123,7 +122,7 @@ _BACKENDS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}  # by tokenizer.g
 
 
 def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
-    """Add control and user-defined tokens, except runs of spaces, which the merges make."""
+    """Add control and user-defined tokens, except runs of spaces, which merges produce."""
     from tokenizers import AddedToken
 
     vocab = backend.get_vocab()

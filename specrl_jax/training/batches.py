@@ -18,22 +18,22 @@ Record = Callable[[Collected, Sequence[Responses]], None]
 
 
 class BatchSource(contextlib.AbstractContextManager):
-    """Source of the steps' batches: each is collected as its step starts.
+    """Source of the steps' batches: each one is collected when its step starts.
 
-    A recipe's source may collect earlier, and on devices of its own. One whose batches wait is also
+    A recipe's source may collect earlier, and on its own devices. One with waiting batches is also
     a `StatePart`.
     """
 
-    ahead = 0  # steps whose rollouts have started, and whose batch is not taken yet
+    ahead = 0  # steps whose rollouts have started but whose batch has not been used
 
     @staticmethod
     def asked_by(config: Any) -> str:
-        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        """Return the config field that selects it; overridden by recipes."""
         return ""
 
     @staticmethod
     def rollout_mesh(config: Any) -> jax.sharding.Mesh:
-        """Make the mesh of rollouts; the mesh in use is of updates."""
+        """Make the mesh for rollouts; updates use the mesh in use."""
         return jax.sharding.get_mesh()
 
     @staticmethod
@@ -43,11 +43,11 @@ class BatchSource(contextlib.AbstractContextManager):
 
     @staticmethod
     def describe(run: Run) -> str:
-        """Describe in a line where batches come from; "" where there is nothing to say."""
+        """Return a line on where batches come from; "" if there is nothing to report."""
         return ""
 
     def __init__(self, run: Run, stream: PromptStream):
-        """Make the source of a new state, whose prompts are those of `stream`."""
+        """Make the source for a new state, with the prompts of `stream`."""
 
     def next(self, run: Run, state: RunState, record: Record) -> Collected:
         """Return the batch of the step that starts, on the mesh in use."""
@@ -56,11 +56,11 @@ class BatchSource(contextlib.AbstractContextManager):
         return collected
 
     def call(self, function: Callable, *args: Any) -> Any:
-        """Return `function(*args)`, called on the mesh of rollouts after all that has started."""
+        """Return `function(*args)`, called on the mesh of rollouts after all pending work."""
         return function(*args)
 
     def settle(self, record: Record) -> None:
-        """Wait until no rollout is under way."""
+        """Wait until no rollout is running."""
 
     def __exit__(self, *_: object) -> None:
-        """End what is under way."""
+        """Stop pending work."""

@@ -1,4 +1,4 @@
-"""Setup of a configuration's `Run`, and of the `RunState` that it starts or goes on with."""
+"""Setup of a configuration's `Run`, and of the `RunState` that it starts or resumes with."""
 
 import dataclasses
 import functools
@@ -59,21 +59,21 @@ from specrl_jax.training.state import RolloutState, RunState
 from specrl_jax.training.warmup import warm_up
 from specrl_jax.types import Prompts
 
-# (config, model, prompts to train on) → None, or ValueError in one line
+# (config, model, prompts to train on) → None, or a one-line ValueError
 CheckModel = Callable[[Any, ModelConfig, int], None]
 
 
 def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Params]:
-    """Load all that `config` names; returns the run and the policy's first weights.
+    """Load everything that `config` names; return the run and the policy's initial weights.
 
-    check_model: refuses a model before its weights are read, see `hooks.Hooks.check_model`.
-    Raises ValueError in one line where something is missing or does not fit.
+    check_model: may reject a model before its weights are read, see `hooks.Hooks.check_model`.
+    Raises a one-line ValueError if something is missing or does not fit.
     """
     tokenizer = load_tokenizer(config)
     responder = make_responder(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
-    make_stream(config, prompts)  # checks what it can
+    make_stream(config, prompts)  # checks early what it can
     collector_of(config).check_enough(config, len(prompts.lens))
     total_steps = count_steps(config, len(prompts.lens))
 
@@ -115,7 +115,7 @@ def build(config, check_model: CheckModel = lambda *_: None) -> tuple[Run, Param
 
 
 def load_frozen(config, tokenizer: Tokenizer) -> Frozen | None:
-    """Load the weights beside the policy's that a recipe asks for, in the compute type."""
+    """Load the frozen weights that a recipe needs, in the compute type."""
     recipe = frozen_of(config)
     if recipe is None:
         return None
@@ -124,7 +124,7 @@ def load_frozen(config, tokenizer: Tokenizer) -> Frozen | None:
 
 
 def make_responder(config, tokenizer: Tokenizer) -> Responder:
-    """Make the responder that `config` describes; its pool must be closed."""
+    """Make the responder that `config` describes; its pool must be closed afterwards."""
     settings = config.reward
     stop = make_stop_strings(config, tokenizer)
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
@@ -158,7 +158,7 @@ def make_responder(config, tokenizer: Tokenizer) -> Responder:
 def try_reward(run: Run) -> None:
     """Score two responses to the first problem, before anything compiles: its answer, and "".
 
-    Raises ValueError in one line where a function of the user's can score neither.
+    Raises a one-line ValueError if a user's function can score neither.
     """
     name = run.config.reward.name
     if run.config.environment.name or all(scorer.score for scorer in scorers_of(name)):
@@ -168,13 +168,13 @@ def try_reward(run: Run) -> None:
     rewards = run.responder.pool.score([example.answer, ""], *([x] * 2 for x in problem))
     if rewards.failed.all():
         raise ValueError(
-            f"reward.name must score responses, {name} scores neither the first problem's answer, "
+            f"reward.name must score responses; {name} scores neither the first problem's answer, "
             f"{example.answer[:50]!r}, nor an empty response: {rewards.reasons[0]}"
         )
 
 
 def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:
-    """Raise ValueError where rewards see no tags, as they are special tokens."""
+    """Raise ValueError if rewards cannot see the tags because they are special tokens."""
     hidden = [tag for pair in tags.pairs for tag in pair if tokenizer.is_special(tag)]
     if hidden and not settings.keep_special_tokens:
         raise ValueError(
@@ -199,7 +199,7 @@ def training_spec(
     pad_id: int,
     stop: StopStrings | None = None,
 ) -> RolloutSpec:
-    """Return the spec of training rollouts, whose groups are as large as the collector says."""
+    """Return the spec of training rollouts, with the collector's group size."""
     spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id, stop=stop)
     kept = kept_logprobs(config)
     return dataclasses.replace(
@@ -211,7 +211,7 @@ def training_spec(
 
 
 def policy_schedule(config, total_steps: int) -> optax.Schedule:
-    """Return the policy's learning rate by its updates; it has none while the critic warms up."""
+    """Return the policy's learning rate by its updates; none while the critic warms up."""
     return make_schedule(config.updates, policy_updates(config, total_steps))
 
 
@@ -230,10 +230,10 @@ def init_state(run: Run, params: Params) -> RunState:
 def _warm_up_policy(
     run: Run, params: Params
 ) -> tuple[Params, Reference | None, DraftHeadState | None]:
-    """Warm the policy up; return what is trained later, the reference and the draft head, if any.
+    """Warm up the policy; return what is trained later, the reference and the draft head, if any.
 
-    params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
-    but all weights of a policy from nothing: there is nothing yet to adapt.
+    params: as returned by `build`; may be donated. A warm-up trains what is trained later, except
+    that it trains all weights of a randomly initialized policy: there is nothing to adapt yet.
     """
     config = run.config
     model = run.model
@@ -260,7 +260,7 @@ def _warm_up_policy(
 
 
 def _reference_to_restore(run: Run, params: Params) -> Reference | None:
-    """Return the reference of a run that is resumed, without what its checkpoint holds."""
+    """Return the reference of a resumed run, without what its checkpoint contains."""
     config = run.config
     warm = config.sft.steps > 0
     if run.model.lora is None:
@@ -274,11 +274,11 @@ def _reference_to_restore(run: Run, params: Params) -> Reference | None:
 def resume(
     run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
 ) -> RunState:
-    """Return the state that a checkpoint holds, bit for bit.
+    """Return a checkpoint's state, bit for bit.
 
-    params: those that `build` gave. step: None for the newest; another may be of a run with another
-    `algorithm.kl_coef`: a reference that this run does not need is left out, one that the
-    checkpoint lacks is made again.
+    params: as returned by `build`. step: None for the newest; another run's checkpoint may have
+    another `algorithm.kl_coef`: a reference that this run does not need is dropped, a missing one
+    is made again.
     """
     reference = _reference_to_restore(run, params)
     saved = step is None or checkpoints.holds(step, "reference")
@@ -297,13 +297,13 @@ def resume(
         arrays, host = checkpoints.restore(step, like, partial=True)
     state.restore(host, arrays)
     if reference is not None and not saved and run.config.sft.steps:
-        print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
+        print("the checkpoint has no reference for the KL penalty: it is recreated", flush=True)
         _, state.reference, _ = _warm_up_policy(run, params)
     choices = [x for x in (state.rollout.speculation, state.rollout.draft_choice) if x]
     if choices and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         for choice in choices:
-            choice.seconds = None  # it is measured again
+            choice.seconds = None  # to be timed again
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     if line := rate_jump(run, state):
         print(line, flush=True)
@@ -313,7 +313,7 @@ def resume(
 def _new_state(
     run: Run, policy_state: PolicyState, origin: RunOrigin, reference: Reference | None
 ) -> RunState:
-    """Return a state with every part that the configuration asks for, empty."""
+    """Return an empty state with every part that the configuration needs."""
     with jax.set_mesh(run.rollout_mesh):
         rollout = _new_rollout_state(run)
     return RunState(
@@ -348,7 +348,7 @@ def _new_rollout_state(run: Run) -> RolloutState:
 
 
 def _may_skip_drafts(run: Run) -> bool:
-    """Return whether rollouts verify drafts, and a row has the same tokens without its own."""
+    """Return whether rollouts verify drafts, and rows have the same tokens without them."""
     verifies = run.collector_type.has_drafts(run.config)
     return verifies and run.rollout_spec.accept.samples_every_token
 

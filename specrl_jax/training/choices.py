@@ -1,4 +1,4 @@
-"""Classes that the configuration chooses: the core's own, or a recipe's."""
+"""Classes that the configuration selects: the core's own, or a recipe's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def collector_of(config) -> type[Collector]:
 
 
 def roll_out_of(config, responder: Responder) -> Callable[..., RolloutResult]:
-    """Return what rolls rows out in training, called as `Responder.roll_out` is."""
+    """Return the function that generates training rollouts, called like `Responder.roll_out`."""
     recipe = registry.chosen(config, "ROLL_OUT", None)
     return recipe.from_config(config) if recipe else responder.roll_out
 
@@ -33,19 +33,19 @@ def batch_source_of(config) -> type[BatchSource]:
 
 
 def frozen_of(config) -> Any:
-    """Return what loads weights that are not trained: `load` and `shape`; None: there are none."""
+    """Return the loader of frozen weights, with `load` and `shape`; None if there are none."""
     return registry.chosen(config, "FROZEN", None)
 
 
 def kept_logprobs(config) -> int:
-    """Return how many of the likeliest tokens rollouts keep at every position for recipes."""
+    """Return how many of the likeliest tokens rollouts keep at each position for recipes."""
     return max(
         (x.kept_logprobs(config) for x in registry.all_chosen(config, "LOSS_TERM")), default=0
     )
 
 
 def stages_of(config) -> list[type[Stage]]:
-    """Return the stages of a batch, in their order."""
+    """Return the stages of a batch, in order."""
     own = [SamplingMask, Advantages, WholeResponses, ImportanceWeights]
     asked = registry.all_chosen(config, "STAGE")
     first = [stage for stage in asked if not stage.after_logprobs]
@@ -55,5 +55,5 @@ def stages_of(config) -> list[type[Stage]]:
 
 
 def trained_group_size(config) -> int:
-    """Return how many responses of a group are trained on."""
+    """Return how many responses of a group are used for training."""
     return collector_of(config).trained_group_size(config)

@@ -1,7 +1,7 @@
 """Collector of a step's batch: which prompts are rolled out, and what is trained on.
 
-`Collector` makes one rollout of whole groups. A recipe may have a collector of its own, a subclass
-that says where it differs.
+`Collector` makes one rollout of whole groups. A recipe may have its own collector, a subclass that
+overrides what differs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from specrl_jax.types import Drafts, Prompts, StatePart
 
 
 class Collector(StatePart):
-    """Makes one rollout of whole groups. Subclasses keep what waits between two steps."""
+    """Makes one rollout of whole groups. Subclasses keep what waits between steps."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -33,22 +33,22 @@ class Collector(StatePart):
 
     @staticmethod
     def asked_by(config) -> str:
-        """Return the field of the configuration that asks for it; a recipe's own says which."""
+        """Return the config field that selects it; overridden by recipes."""
         return ""
 
     @staticmethod
     def rollout_group_size(config) -> int:
-        """Return how many responses to a prompt one rollout has."""
+        """Return how many responses per prompt one rollout has."""
         return config.rollout.group_size
 
     @staticmethod
     def trained_group_size(config) -> int:
-        """Return how many responses of a group are trained on."""
+        """Return how many responses of a group are used for training."""
         return config.rollout.group_size
 
     @classmethod
     def check_enough(cls, config, prompts: int) -> None:
-        """Raise ValueError in one line where the prompts to train on are too few."""
+        """Raise a one-line ValueError if there are too few prompts to train on."""
 
     @staticmethod
     def keeps_signal(config) -> bool:
@@ -57,7 +57,7 @@ class Collector(StatePart):
 
     @classmethod
     def rows_per_rollout(cls, config) -> tuple[int, int]:
-        """Return how many rows a rollout has, without background rows, and how many of these."""
+        """Return how many rows a rollout has besides background rows, and how many of these."""
         return config.rollout.prompts_per_step * config.rollout.group_size, 0
 
     @staticmethod
@@ -67,18 +67,18 @@ class Collector(StatePart):
 
     @staticmethod
     def generations(stored: int) -> int:
-        """Return how many generations `history` has, of which the store keeps `stored`."""
+        """Return how many generations `history` returns; the store keeps `stored`."""
         return stored
 
     # A step
 
     @property
     def prompts_waiting(self) -> int:
-        """Prompts of earlier steps whose rollout is not complete."""
+        """Prompts of earlier steps whose rollout is incomplete."""
         return 0
 
     def wants_rollout(self, done: Sequence[Responses]) -> bool:
-        """Return whether the step needs one more rollout after these."""
+        """Return whether the step needs another rollout after these."""
         return not done
 
     def choose_prompts(self, state: RolloutState) -> Requests:
@@ -99,11 +99,11 @@ class Collector(StatePart):
     def take(
         self, state: RolloutState, requests: Requests, result: RolloutResult
     ) -> CompletedGroups:
-        """Return the groups whose responses are scored now; keep what waits for another step."""
+        """Return the groups to score now; keep those that wait for another step."""
         return CompletedGroups(np.arange(len(requests.prompts.lens)), result)
 
     def observe(self, state: RolloutState, responses: Responses) -> None:
-        """Give a rollout's rewards to what chooses the next prompts."""
+        """Pass a rollout's rewards to whatever chooses the next prompts."""
         state.stream.observe(responses.prompts, responses.group_rewards)
 
     def finish_step(self, state: RolloutState, done: Sequence[Responses]) -> Collected:
@@ -149,7 +149,7 @@ def next_requests(run: Run, state: RolloutState) -> tuple[Requests, Drafts]:
 
 
 def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, list[Responses]]:
-    """Roll out until there is a batch, all with the same copy of the weights; changes `state`."""
+    """Roll out until the batch is complete, with one copy of the weights; changes `state`."""
     clock = Stopwatch()
     spec = run.rollout_spec
     state.start_step()

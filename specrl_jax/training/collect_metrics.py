@@ -60,7 +60,7 @@ def collect_metrics(
 
 
 def rejected_mass(rule: AcceptanceRule, rollouts: Sequence[Responses]) -> float:
-    """Estimate the rejected mass of rollouts under a rule; 0 where the rule has no bias."""
+    """Estimate the rejected mass of rollouts under a rule; 0 if the rule has no bias."""
     if rule.samples_every_token:
         return 0.0
     prefix_lens = _joined(hosts.fetch(x.rollout.prefix_lens) for x in rollouts)
@@ -86,5 +86,5 @@ def _joined(arrays) -> np.ndarray:
 
 
 def _count(sources: np.ndarray, source: Source) -> np.ndarray:
-    """Return how many tokens of each row have the source, int [B]."""
+    """Return how many tokens of each row have this source, int [B]."""
     return np.sum(sources == source, axis=1)

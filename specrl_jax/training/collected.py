@@ -1,4 +1,4 @@
-"""Batch that a step trains on, as the rollouts leave it."""
+"""Batch that a step trains on, as collected from its rollouts."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ class Collected:
     epoch: int  # the epoch in which the rollouts started
     stale: bool = False  # whether earlier weights sampled some of its tokens
     rejected_mass: float = 0.0  # from `off_policy.estimate_rejected_mass`
-    # float32 [Q * G], rewards by each function of a sum, before its weight; {} where groups wait
+    # float32 [Q * G], unweighted rewards by each function of a sum; {} if groups wait
     by_function: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turns: Turns | None = None  # of episodes; None where groups wait
-    # bool [Q * G], responses that came to an end; the length cut the others. None: all came
+    turns: Turns | None = None  # of episodes; None if groups wait
+    # bool [Q * G], responses that finished; the others were cut by the length limit. None: all
     ended: np.ndarray | None = None

@@ -1,6 +1,6 @@
 """Responses to held-out prompts.
 
-The engine is training's; `Run.eval_spec` has no drafts.
+Uses the training engine; `Run.eval_spec` has no drafts.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def evaluate(
 ) -> list[Responses]:
     """Return the responses to each of `batches` (see data.prompts.eval_batches).
 
-    Their prompts are those without padding, whose rows come first.
+    Their `prompts` exclude padding, whose rows come last.
     """
     answered = []
     for prompts, real in batches:

@@ -1,4 +1,4 @@
-"""Points of a run at which others may act. launch/train.py has `specrl_jax.standard_hooks`."""
+"""Extension points of a run. launch/train.py uses `specrl_jax.standard_hooks`."""
 
 import contextlib
 from pathlib import Path
@@ -11,24 +11,24 @@ from specrl_jax.training.state import RunState
 
 
 class Hooks:
-    """Acts beside the steps of one run. This class does nothing."""
+    """Actions besides the steps of one run. This class does nothing."""
 
     def check_model(self, config: Any, model: ModelConfig, prompts: int) -> None:
-        """Raise ValueError in one line where this machine cannot train so large a model.
+        """Raise a one-line ValueError if this machine cannot train so large a model.
 
         prompts: to train on.
         """
 
     def fitted(self, run: Run) -> Run:
-        """Return the run as this machine can make it."""
+        """Return the run, adjusted to this machine."""
         return run
 
     def explaining(self, run: Run) -> contextlib.AbstractContextManager:
-        """Return a block around all that allocates after `build`; it may explain an error."""
+        """Return a context for everything that allocates after `build`; it may explain an error."""
         return contextlib.nullcontext()
 
     def recording(self, run: Run, log: RunLog) -> contextlib.AbstractContextManager:
-        """Return a block around all that is recorded; its end is the last moment to write."""
+        """Return a context for all that is recorded; its exit is the last chance to write."""
         return contextlib.nullcontext()
 
     def before_first_step(self, run: Run, state: RunState) -> None:
@@ -38,4 +38,4 @@ class Hooks:
         """Act after a checkpoint of a step."""
 
     def at_end(self, run: Run, workdir: Path, finished: bool) -> None:
-        """Act in the primary process once all is closed; finished: False after a stop request."""
+        """Act in the primary process after everything is closed; finished: False after a stop."""

@@ -30,7 +30,7 @@ from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 
 def update_policy(run: Run, state: RunState, collected: Collected) -> dict[str, float]:
-    """Make the updates of a step; change `state.policy_state` and `state.skipped_in_row`.
+    """Run the updates of a step; changes `state.policy_state` and `state.skipped_in_row`.
 
     Returns metrics.
     """
@@ -44,7 +44,7 @@ def update_policy(run: Run, state: RunState, collected: Collected) -> dict[str, 
 def pass_stages(run: Run, state: RunState, batch: Batch, collected: Collected) -> StageResult:
     """Return the batch after all stages, with the rows of its updates and all metrics.
 
-    Raises ValueError in one line where two stages order the rows, or one gives not as many as B.
+    Raises a one-line ValueError if two stages order the rows, or one changes their number.
     """
     metrics = {}
     ordered = None
@@ -67,7 +67,7 @@ def pass_stages(run: Run, state: RunState, batch: Batch, collected: Collected) -
 
 
 def abstract_batch(config, spec: RolloutSpec) -> Batch:
-    """Return the shapes of the batch that `update_policy` gives to `update`."""
+    """Return the shapes of the batch that `update_policy` passes to `update`."""
     num_rows = config.rollout.prompts_per_step * trained_group_size(config)
     prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
     rollout = abstract_rollout(spec, num_rows)
@@ -78,7 +78,7 @@ def abstract_batch(config, spec: RolloutSpec) -> Batch:
 
 
 def _count_tokens(state: RunState, rollout: Rollout) -> None:
-    """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
+    """Count the tokens that the policy sampled, for a draft head limited to the most frequent."""
     head = state.policy_state.draft_head
     if head is None or head.counts is None:
         return
@@ -92,7 +92,7 @@ def _count_tokens(state: RunState, rollout: Rollout) -> None:
 def _update_by_mini_batches(
     run: Run, state: RunState, batch: Batch, row_ids: np.ndarray, *, stale: bool
 ) -> dict[str, float]:
-    """Make the optimizer updates of a step, mini-batch by mini-batch; return their metrics.
+    """Run a step's optimizer updates, mini-batch by mini-batch; return their metrics.
 
     stale: as in `Collected`.
     """
@@ -113,7 +113,7 @@ def _update_by_mini_batches(
         )
         history.append(scalars)
 
-    # The next mini-batch is packed while the device works.
+    # The next mini-batch is packed while the device is busy.
     for packed in pack_mini_batches(run, batch, row_ids):
         mini_batches.append(packed)
         make_update(packed)
@@ -132,11 +132,11 @@ def _update_by_mini_batches(
 
 
 def pack_mini_batches(run: Run, batch: Batch, row_ids: np.ndarray) -> Iterator[PackedRows]:
-    """Yield the mini-batches of `row_ids` in order, without rows that teach nothing."""
+    """Yield the mini-batches of `row_ids` in order, without rows that have no gradient."""
     row_tokens = RowTokens.fetch(batch)
     algorithm = run.config.algorithm
     included = row_tokens.response_lens > 0
-    # A KL, an entropy bonus or a critic gives a gradient to rows without an advantage.
+    # A KL, an entropy bonus or a critic gives a gradient even to rows without an advantage.
     penalized = algorithm.kl_coef and OBJECTIVES[algorithm.objective].by_token
     by_term = any(not term.needs_advantage for term in run.update_spec.loss.terms)
     all_rows_teach = penalized or algorithm.entropy_coef or run.update_spec.critic or by_term

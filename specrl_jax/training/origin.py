@@ -1,4 +1,4 @@
-"""Parts of the state that a run keeps from its start: its reference, and what it started with."""
+"""State that a run keeps from its start: its reference, and a record of its model and data."""
 
 import dataclasses
 import json
@@ -18,11 +18,11 @@ from specrl_jax.types import StatePart
 
 @dataclasses.dataclass(frozen=True)
 class Reference(StatePart):
-    """Policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
+    """Policy before step 1: the KL penalty is measured against it, and adapters modify it."""
 
-    params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
-    saved: bool  # a warm-up trained it, so checkpoints hold it; else its source is read again
-    adapters: Params | None = None  # where the warm-up trained adapters of `params`
+    params: Params  # float32; with adapters, as returned by `lora.freeze`
+    saved: bool  # a warm-up trained it, so checkpoints contain it; else its source is read again
+    adapters: Params | None = None  # if the warm-up trained adapters of `params`
 
     def policy(self, model: ModelConfig) -> Params:
         return self.params if self.adapters is None else adapted(model, self.adapters, self.params)
@@ -30,7 +30,7 @@ class Reference(StatePart):
     def arrays(self) -> Params:
         if self.adapters is not None:
             return {"adapters": self.adapters}
-        # In float32, as the machine that resumes may compute in another type.
+        # In float32, as a run may resume on a machine that computes in another type.
         return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
 
     def host(self) -> dict[str, Any]:
@@ -47,17 +47,17 @@ class Reference(StatePart):
 
 @dataclasses.dataclass(frozen=True)
 class RunOrigin(StatePart):
-    """Model and data that a run started with; a resume refuses others."""
+    """Model and data that a run started with; a resume rejects others."""
 
     source: str  # of the config
-    shape: dict[str, Any]  # without what a machine chooses
+    shape: dict[str, Any]  # without what depends on the machine
     weights: int  # their checksum, before a warm-up
     data: dict[str, str]  # digests by name: of held-out prompts, and of what stages have read
-    is_reference: bool  # the reference is made from the source again
+    is_reference: bool  # the reference is read from the source again
 
     @classmethod
     def of(cls, run: Run, params: Params, is_reference: bool) -> "RunOrigin":
-        """Describe the model of `params`, those that `build` gave."""
+        """Describe the model of `params`, as returned by `build`."""
         shape = json.loads(json.dumps(dataclasses.asdict(run.model), default=str))
         for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
             del shape[name]

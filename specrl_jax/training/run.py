@@ -19,11 +19,11 @@ from specrl_jax.types import Prompts
 
 
 class Frozen(NamedTuple):
-    """Weights beside the policy's that are not trained; a resumed run reads them again."""
+    """Weights that are loaded but never trained; a resumed run reads them again."""
 
     model: ModelConfig
-    params: Params  # as `lora.freeze` gives them
-    digest: str  # of the weights as they were read
+    params: Params  # as returned by `lora.freeze`
+    digest: str  # of the weights when they were read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Run:
     config: Any
     dataset: Dataset
     prompts: EncodedDataset
-    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are no padding
+    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are not padding
     stages: tuple[Any, ...]  # `stage.Stage`s, between a step's rollouts and its updates
     model: ModelConfig
     rollout_spec: RolloutSpec
@@ -46,7 +46,7 @@ class Run:
     total_steps: int
     key: jax.Array
     batches_type: type  # makes the state's source of batches
-    rollout_mesh: jax.sharding.Mesh  # of rollouts and evaluation; the mesh in use is of updates
+    rollout_mesh: jax.sharding.Mesh  # for rollouts and evaluation; updates run on the mesh in use
     frozen: Frozen | None = None  # for terms of the loss
 
     @property
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints, by name, of what all processes of a run must have read alike."""
+        """Fingerprints, by name, of data that all processes of a run must have read identically."""
         read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
         by_stages = {f"the {name}": x for name, x in stage_digests(self.stages).items()}
         return by_stages | {

@@ -1,4 +1,4 @@
-"""Files of a run beside its checkpoints: metrics, responses and failures."""
+"""Files of a run besides its checkpoints: metrics, responses and failures."""
 
 import contextlib
 import dataclasses
@@ -20,27 +20,27 @@ from specrl_jax.training.collected import Collected
 from specrl_jax.training.run import Run
 from specrl_jax.types import Prompts, Source
 
-# Columns of a response's tokens that records hold, beside the ids.
+# Per-token columns of a response that records include, besides the ids.
 _RECORDED = "policy_logprobs", "sources", "origin_steps"
-_MAX_SHOWN = 240  # characters of a text on the console
-_MAX_TURNS = 12  # turns and answers of an episode on the console
+_MAX_SHOWN = 240  # characters per text on the console
+_MAX_TURNS = 12  # turns and replies per episode on the console
 
 
 class RunLog(contextlib.AbstractContextManager):
     """Log of a run; a context manager that closes it.
 
-    Every process has one and calls the same methods. The primary process writes.
+    Every process has one and calls the same methods; only the primary process writes.
     """
 
     def __init__(self, run: Run, workdir: Path | None = None):
         """Open the log in `workdir`; None: it writes nothing.
 
-        Raises ValueError in one line for a damaged `metrics.jsonl`.
+        Raises a one-line ValueError for a damaged `metrics.jsonl`.
         """
-        self.clock = Stopwatch()  # of a step's parts
+        self.clock = Stopwatch()  # of the parts of a step
         self._step = 0
         self._epoch = 0
-        self._values: dict[str, Any] = {}  # of the record that comes next
+        self._values: dict[str, Any] = {}  # of the next record
         self.writes = workdir is not None and hosts.is_primary()
         self.workdir = folder = workdir or Path()
         settings = run.config.log
@@ -62,32 +62,32 @@ class RunLog(contextlib.AbstractContextManager):
         self._records = RolloutRecords(folder, share, decode=self._decode)
 
     def restore(self, step: int, ahead: int = 0) -> None:
-        """Remove records after `step`; at step 0 all, as step 0 is written again.
+        """Remove records after `step`; at step 0 all of them, as step 0 is written again.
 
-        ahead: number of steps after it that are rolled out, with their responses recorded.
+        ahead: number of later steps that are already rolled out, with their responses recorded.
         """
         if self.writes:
             self._metrics.restore(step or -1)
             self._records.restore(step + ahead or -1)
 
     def start(self, step: int, epoch: int) -> None:
-        """Begin the record of a step; all that follows is written under this step and epoch."""
+        """Start the record of a step; everything that follows is written to this step and epoch."""
         self._step = step
         self._epoch = epoch
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Add scalars by name to the step's record."""
+        """Add scalars to the step's record, by name."""
         self._values |= values
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return all that was added and timed since the last record."""
+        """Return everything added and timed since the last record."""
         return self._values | self.clock.so_far()
 
     def write(self) -> dict[str, Any]:
-        """Write and return all that was added, timed and compiled since the last record.
+        """Write and return everything added, timed and compiled since the last record.
 
-        On return the record is on the disk. Raises ValueError as `MetricsLog.write` does.
+        On return the record is on disk. Raises ValueError as `MetricsLog.write` does.
         """
         values = self._values | self.clock.take() | compile_metrics()
         self._values = {}
@@ -95,9 +95,9 @@ class RunLog(contextlib.AbstractContextManager):
         return values
 
     def record(self, collected: Collected, rollouts: Sequence[Responses]) -> None:
-        """Write a share of the responses of rollouts and all failures; show some responses.
+        """Write a share of the rollouts' responses and all failures; show some responses.
 
-        They belong to the step that trains on the batch, which may come later.
+        They are recorded under the step that trains on the batch, which may come later.
 
         Raises ValueError as `FailureLog.record` does, in every process.
         """
@@ -156,7 +156,7 @@ class RunLog(contextlib.AbstractContextManager):
                 self.show(f"    {role}: {_shown(text)}")
 
     def _parts(self, responses: Responses, sources: np.ndarray, row: int) -> list[tuple[str, str]]:
-        """Return (role, text) of all that is said in an episode, in order.
+        """Return (role, text) of everything said in an episode, in order.
 
         sources: int8 [R], of the row's tokens.
         """
@@ -167,7 +167,7 @@ class RunLog(contextlib.AbstractContextManager):
         start = 0
         for end, role in zip(turns.ends[row, : turns.counts[row]], turns.roles[row]):
             parts.append(("assistant", self._text(tokens[start:end])))
-            # The policy's next token comes after the environment's.
+            # The policy's next token follows the environment's.
             start = int(next(iter(own[own >= end]), len(tokens)))
             if role:
                 parts.append((str(role), self._decode(tokens[end:start].tolist())))
@@ -178,7 +178,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def _without_middle(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return what a long episode starts and ends with."""
+    """Return the start and the end of a long episode."""
     half = _MAX_TURNS // 2
     if len(parts) <= _MAX_TURNS:
         return parts
@@ -186,7 +186,7 @@ def _without_middle(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _shown(text: str) -> str:
-    """Return the text as one printable line, without the middle of a long one."""
+    """Return the text as one printable line, with the middle of a long text cut out."""
     line = printable(text)
     half = _MAX_SHOWN // 2
     return line if len(line) <= _MAX_SHOWN else f"{line[:half]} [...] {line[-half:]}"

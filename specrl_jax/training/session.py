@@ -1,4 +1,4 @@
-"""A run in its work directory, opened: all checks, what the steps need, and the state to start or
+"""A run opened in its work directory: all checks, what the steps need, and the state to start or
 resume from."""
 
 import contextlib
@@ -33,7 +33,7 @@ from specrl_jax.training.workdir import (
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A run whose steps may be made, in its work directory."""
+    """A run that is ready to make steps, in its work directory."""
 
     run: Run
     state: RunState
@@ -51,7 +51,7 @@ def open_session(
     stop: StopRequest | None = None,
     hooks: Hooks | None = None,
 ) -> Iterator[Session | None]:
-    """Open the run of `config` in `workdir`; None, and a line, where it is finished.
+    """Open the run of `config` in `workdir`; if it is finished, print a line and return None.
 
     Arguments and errors: see `train`.
     """
@@ -80,7 +80,7 @@ def open_session(
             state = init_state(run, params)
         del params
         if hosts.is_primary():
-            save_run_config(workdir, described)  # from here on the directory is this run's
+            save_run_config(workdir, described)  # from here on the directory belongs to this run
             record_code(workdir)
         stack.enter_context(stop.finishing_steps())
         log = stack.enter_context(RunLog(run, workdir))
@@ -92,21 +92,21 @@ def open_session(
 
 
 def _check(config: Any, workdir: Path, described: dict[str, Any], resume_from: str) -> bool:
-    """Check all that needs no data; return whether `workdir` has a configuration already."""
+    """Check everything that needs no data; return whether `workdir` already has a configuration."""
     check_installed(config.log.tracker)
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
     hosts.check_same(flags, "start them with the same flags")
     hosts.on_primary(check_paths, workdir)
     has_config = hosts.on_primary(check_run_config, workdir, described, ignore=may_change())
     if resume_from and not has_config:
-        parse_origin(resume_from, config)  # a mistake shows before anything is loaded
+        parse_origin(resume_from, config)  # report a mistake before anything is loaded
     return has_config
 
 
 def _enter_resources(
     stack: contextlib.ExitStack, run: Run, workdir: Path, hooks: Hooks
 ) -> Checkpointer:
-    """Enter what the run holds to its end; return its checkpoints."""
+    """Enter the contexts that last until the run ends; return its checkpoints."""
     settings = run.config.checkpoint
     stack.enter_context(run.responder.pool)
     stack.enter_context(hooks.explaining(run))
@@ -118,7 +118,7 @@ def _enter_resources(
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:
-    """Return the state of another run's checkpoint, RUN@STEP; that run is left as it is."""
+    """Return the state from another run's checkpoint, RUN@STEP; that run is left unchanged."""
     workdir, step = parse_origin(origin, run.config)
     if step >= run.total_steps:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Fields of the run: how long it is, what it evaluates, keeps, shows and runs on."""
+"""Fields of the run: how long it is, what it evaluates, keeps and shows, where it runs."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,14 @@ BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
 WARM_UP = When("sft.steps", lambda c: c.sft.steps > 0, "100")
 SAMPLED = When("evaluate.temperature", lambda c: c.evaluate.temperature > 0, "1.0")
 EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
-# A recipe that fills the slot of the batches' source says when: `EFFECTS`.
+# A recipe that provides the source of batches declares when, in its `EFFECTS`.
 BESIDE_UPDATES = When("", lambda c: False)
 
 
 # fmt: off
 RUN = Section("", "", (
     field("seed", 0, "of weights, data order, warm-up and all sampling", integer()),
-    field("recipes", "", "modules of your own that extend a run, with commas between", TEXT),
+    field("recipes", "", "your own modules that extend a run, separated by commas", TEXT),
 ))
 
 TRAIN = Section("train", "", (
@@ -36,16 +36,16 @@ WARMUP = Section("sft", "supervised stage before step 1", (
     field("steps", 600, "optimizer steps; 0: none", integer()),
     field("batch_size", 64, "demonstrations per step", integer(1),
           shards=Shards("update", WARM_UP)),
-    field("examples", 20_000, "demonstrations, none of held-out prompts; 0: all of a file",
+    field("examples", 20_000, "demonstrations, none of held-out prompts; 0: all in a file",
           integer()),
-    field("mistake_rate", 0.08, "share of wrong digits in them; 0 where the data has solutions",
+    field("mistake_rate", 0.08, "share of wrong digits in them; 0 if the data has solutions",
           SHARE, neutral=0.0),
     field("learning_rate", 2e-3, "AdamW, cosine to a tenth of it", WEIGHT),
 ), on=WARM_UP)
 
 # launch/evaluate.py and generate.py read temperature and batch size too.
 EVALUATE = Section("evaluate", "", (
-    field("every", 8, "steps between evaluations, first and last step too; 0: none", integer(),
+    field("every", 8, "steps between evaluations, plus first and last step; 0: none", integer(),
           may_change=RESUMED),
     field("samples", 1, "responses per held-out prompt", integer(1), EVALUATED, SAMPLED, neutral=1,
           may_change=RESUMED),
@@ -80,7 +80,7 @@ MESH = Section("mesh", "", (
           integer(-1)),
     field("fsdp", 1, "parts that weights, optimizer state and batch are split into", integer(-1)),
     field("tensor", 1, "parts that heads, feed-forward and vocabulary are split into", integer(-1)),
-    field("rollout_devices", 0, "beside the mesh, of rollouts that run during updates; 0: in turn",
+    field("rollout_devices", 0, "besides the mesh, for rollouts during updates; 0: take turns",
           integer(), BESIDE_UPDATES, neutral=0),
 ), may_change=RESUMED)
 # fmt: on
@@ -95,7 +95,7 @@ def _lengths(config: Values) -> Iterator[Check]:
 
 
 def _demonstrations(config: Values) -> Iterator[Check]:
-    """Yield the rules of solutions that are learned before step 1."""
+    """Yield the rules for solutions that are learned before step 1."""
     sft = config.sft
     if not sft.steps:
         return
@@ -105,7 +105,7 @@ def _demonstrations(config: Values) -> Iterator[Check]:
     plays = config.meaning("data.source").plays
     rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
     yield "sft.steps", rule, not config.environment.name or (endless and not plays)
-    rule = f"> 0 where data.source is {source} (it has no end)"
+    rule = f"> 0 where data.source is {source} (it is endless)"
     yield "sft.examples", rule, sft.examples > 0 or not endless
     where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"
     rule = f"0 where {where} (solutions are learned as they are)"

@@ -1,4 +1,4 @@
-"""Speed of a step, the memory that it took, and the run's tokens and seconds so far."""
+"""Speed and memory use of a step, and the run's tokens and seconds so far."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from specrl_jax.training.state import RunState
 
 
 def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a finished step, which is in the totals of `state`.
+    """Return the metrics of a finished step, which is included in the totals of `state`.
 
     values: the step's other metrics and seconds.
     """
@@ -35,18 +35,18 @@ def speed_metrics(run: Run, state: RunState, values: Mapping[str, float]) -> dic
 
 
 def model_flops(model: ModelConfig, values: Mapping[str, float]) -> float:
-    """Return the FLOPs of a step that has these metrics, as `telemetry.metrics` says."""
+    """Return the FLOPs of a step with these metrics, as defined in `telemetry.metrics`."""
     count = used_param_count(model)
-    if model.untied:  # the embeddings are looked up, and multiply nothing
+    if model.untied:  # the embeddings are looked up, not multiplied
         count -= model.vocab_size * model.embed_dim
     rollout = values["rollout/tokens_generated"] + values.get("rollout/tokens_verified", 0)
-    # Weights that are not trained need no gradient of their own.
+    # Frozen weights need no gradient of their own.
     update = 4 if model.lora else 6
     return count * (2 * rollout + update * values.get("update/tokens", 0))
 
 
 def _memory(device: jax.Device) -> Mapping[str, int]:
-    """Return the allocator's figures of a device of this process; {} where there are none."""
+    """Return the allocator's statistics for a device of this process; {} if there are none."""
     if device.process_index != jax.process_index():
         return {}
     stats = device.memory_stats() or {}

@@ -1,4 +1,4 @@
-"""Stage of a batch: what every stage between rollouts and updates has."""
+"""Interface of the stages between rollouts and updates."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,22 +18,22 @@ class StageResult(NamedTuple):
     """Result of a stage. A row whose `response_lens` is 0 is left out of the updates."""
 
     batch: Batch
-    # int [B], rows in the order in which the updates take them; some may come twice, others not
-    # at all. None: the order stays.
+    # int [B], rows in the order in which updates use them; rows may be repeated or left out.
+    # None: the order is unchanged.
     row_ids: np.ndarray | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class Stage:
-    """A stage, made once for a run. A recipe takes the slot `STAGE` by a subclass."""
+    """A stage, made once per run. A recipe fills the slot `STAGE` with a subclass."""
 
-    # A recipe's stage comes after the log-probs of `Logprobs`; else before, so that none are
-    # computed of what it leaves out.
+    # Whether it runs after `Logprobs`; otherwise before, so that rows it leaves out get no
+    # log-probs.
     after_logprobs = False
 
     @staticmethod
     def asked_by(config: Any) -> str:
-        """Return the field of the configuration that asks for the stage; "" where none does."""
+        """Return the config field that selects the stage; "" if none does."""
         raise NotImplementedError
 
     @staticmethod
@@ -47,15 +47,15 @@ class Stage:
         return batch
 
     def __init__(self, config: Any, prompts: EncodedDataset, tokenizer: Tokenizer):
-        """Make the stage; read what it needs beside rollouts."""
+        """Make the stage; read what it needs besides rollouts."""
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return digests, by name, of the data that it has read; a resume refuses others."""
+        """Return digests, by name, of the data that it has read; a resume rejects others."""
         return {}
 
     def __call__(
         self, run: Run, state: RunState, batch: Batch, collected: Collected
     ) -> StageResult:
-        """Return the batch that the next stage gets; collected: what the rollouts left."""
+        """Return the batch for the next stage; collected: the rollouts' results."""
         raise NotImplementedError

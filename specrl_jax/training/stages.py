@@ -1,7 +1,7 @@
 """Stages between a step's rollouts and its updates.
 
-Each adds columns to the batch, or says which of its rows the updates take. `choices.stages_of` has
-those of a configuration, in their order.
+Each adds columns to the batch, or chooses which of its rows the updates use. `choices.stages_of`
+returns a configuration's stages in their order.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ from specrl_jax.training.stage import Stage, StageResult
 from specrl_jax.training.state import RunState
 from specrl_jax.types import Batch, Rollout, Source
 
-# Sets the draws of rows apart from others of the same seed and step.
+# Separates these random draws from others with the same seed and step.
 _ROWS = 2
 
 
 class SamplingMask(Stage):
-    """Log-probs among the tokens that the sampler allowed."""
+    """Log-probs over the tokens that the sampler allowed."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -61,7 +61,7 @@ def _allowed(ids: Array, logprobs: Array) -> Array:
 
 
 class Advantages(Stage):
-    """Advantages; with a critic also its values, and the returns that it learns."""
+    """Advantages; with a critic also its values, and its target returns."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -92,7 +92,7 @@ class Advantages(Stage):
         metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
         if evidence.length_penalty is not None:
             metrics["reward/overlong"] = float(np.mean(evidence.length_penalty))
-        # A filter of groups, and a critic's part in the advantages, leave the share to the rewards.
+        # With a filter of groups or a critic, the rewards give the share instead.
         if not (run.collector_type.keeps_signal(run.config) or critic):
             by_group = has_signal(batch).reshape(-1, run.trained_group_size).any(axis=1)
             metrics["reward/no_signal"] = float(np.mean(~by_group))
@@ -102,7 +102,7 @@ class Advantages(Stage):
 
 
 def gather_evidence(run: Run, batch: Batch, collected: Collected) -> Evidence:
-    """Return what the advantages of a batch are estimated from."""
+    """Return the data from which a batch's advantages are estimated."""
     rewards = collected.rewards
     penalty = length_penalty(run.config, collected.rollout)
     if penalty is not None:
@@ -117,7 +117,7 @@ def gather_evidence(run: Run, batch: Batch, collected: Collected) -> Evidence:
 
 
 def length_penalty(config, rollout: Rollout) -> np.ndarray | None:
-    """Return what each response's length costs, float32 [B]; None where it is free."""
+    """Return the length penalty of each response, float32 [B]; None if there is none."""
     settings = config.reward
     if not settings.overlong_tokens:
         return None
@@ -128,7 +128,7 @@ def length_penalty(config, rollout: Rollout) -> np.ndarray | None:
 
 
 class WholeResponses(Stage):
-    """Rows that the length cut get no tokens: they count in no mean of a loss."""
+    """Removes rows cut by the length limit: they get no tokens and count in no mean of a loss."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -145,7 +145,7 @@ class WholeResponses(Stage):
 
 
 class ImportanceWeights(Stage):
-    """Weights that undo the bias of the acceptance rule; the loss caps them."""
+    """Weights that correct the acceptance rule's bias; the loss caps them."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -164,7 +164,7 @@ class ImportanceWeights(Stage):
 
 
 class Logprobs(Stage):
-    """Log-probs under the reference, and old ones by the update's arithmetic."""
+    """Log-probs under the reference, and old log-probs by the update's arithmetic."""
 
     @staticmethod
     def asked_by(config) -> str:
@@ -190,7 +190,7 @@ class Logprobs(Stage):
         if OLD_LOGPROBS[run.config.updates.old_logprobs].recomputed:
             policy = state.policy_weights(run.model)
             old = logprobs(run.update_spec, policy, packed, batch.support, batch.routing)
-            if not collected.stale:  # else the difference is not one of arithmetic alone
+            if not collected.stale:  # otherwise the difference is not due to arithmetic alone
                 metrics["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
             batch = dataclasses.replace(batch, recomputed_logprobs=old)
         if run.config.algorithm.kl_coef:
@@ -221,10 +221,10 @@ def _has_signal(advantages: Array, mask: Array) -> Array:
 
 
 def row_rng(run: Run, state: RunState) -> np.random.Generator:
-    """Return a generator that draws the rows of a step, the same in every process."""
+    """Return a random generator for the rows of a step, the same in every process."""
     return np.random.default_rng([run.config.seed, _ROWS, state.step])
 
 
 def mini_batches(run: Run, row_ids: np.ndarray) -> list[np.ndarray]:
-    """Split row ids into those of mini-batches."""
+    """Split row ids into mini-batches."""
     return np.split(row_ids, len(row_ids) // run.config.updates.mini_batch_size)

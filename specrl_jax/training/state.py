@@ -1,8 +1,8 @@
 """Parts of a run that every step changes: the content of a checkpoint.
 
-A new part is a `types.StatePart`, which gives and takes back what a checkpoint holds, a field of
-`RolloutState` or `RunState`, and a line of `build._new_rollout_state` or `build._new_state`. A
-collector is a part of its own (`collect`).
+A new part is a `types.StatePart`, which saves and restores its part of a checkpoint, a field of
+`RolloutState` or `RunState`, and a line in `build._new_rollout_state` or `build._new_state`. A
+collector is a separate part (`collect`).
 """
 
 import dataclasses
@@ -37,23 +37,23 @@ from specrl_jax.types import Drafts, Prompts, StatePart
 class RolloutState:
     """Parts of the state that rollouts change, on the mesh of rollouts; None: the part is off.
 
-    Where rollouts have a thread of their own, that thread alone touches these parts, and the main
-    thread alone touches the rest of `RunState`. The main thread saves all parts between two steps
-    of the loop, when no rollout is under way.
+    If rollouts have their own thread, only that thread touches these parts, and only the main
+    thread touches the rest of `RunState`. The main thread saves all parts between two steps of the
+    loop, while no rollout is running.
     """
 
     key: jax.Array  # of the run
     stream: PromptStream
     store: DraftStore
     reused_noise: ReusedNoise
-    step: int = 0  # steps whose rollouts are done; within a step's rollouts, its number
+    step: int = 0  # steps whose rollouts are done; during a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
-    speculation: Speculation | None = None  # where widths of decode steps are chosen
-    draft_choice: DraftChoice | None = None  # where it is chosen which drafts are verified
+    speculation: Speculation | None = None  # if widths of decode steps are chosen
+    draft_choice: DraftChoice | None = None  # if drafts to verify are chosen
     collector: Any = None  # `collect.Collector`, or a recipe's
 
     def start_step(self) -> None:
-        """Begin the rollouts of the next step."""
+        """Start the rollouts of the next step."""
         self.step += 1
         self.epoch = self.prompts_seen // self.stream.prompts_per_epoch + 1
         self.stream.start_step(self.step)
@@ -66,12 +66,12 @@ class RolloutState:
     def store_responses(
         self, responses: Responses, requests: Requests, previous: Drafts
     ) -> Responses:
-        """Take in a rollout's responses; return them with the last responses and noise marks.
+        """Store a rollout's responses; return them with the previous responses and noise marks.
 
-        The responses are the next drafts of their prompts. Their rewards choose the next prompts
-        and the samples that keep their noise.
+        The responses are their prompts' next drafts. Their rewards determine the next prompts and
+        the samples that reuse their noise.
 
-        previous: the last responses of all rows that were requested.
+        previous: the previous responses of all requested rows.
         """
         rewards = responses.group_rewards
         self.store.put(responses.prompts, responses.rollout, step=self.step)
@@ -86,23 +86,23 @@ class RolloutState:
 
     @property
     def prompts_seen(self) -> int:
-        """Prompts whose rollout is complete, with repeats."""
+        """Prompts whose rollout is complete, counting repeats."""
         return self.stream.given - self.collector.prompts_waiting
 
 
 @dataclasses.dataclass
 class RunState:
-    """Content of a checkpoint: finished steps, weights with optimizer, parts; None: it is off."""
+    """Content of a checkpoint: finished steps, weights with optimizer, parts; None: off."""
 
     policy_state: PolicyState
     rollout: RolloutState
     batches: Any  # `batches.BatchSource`, or a recipe's
     origin: RunOrigin
-    step: int = 0  # finished steps; within a step, its number
-    skipped_in_row: int = 0  # updates since the last that was made, see updates.skip_nonfinite
-    tokens_generated: int = 0  # of all finished steps
+    step: int = 0  # finished steps; during a step, its number
+    skipped_in_row: int = 0  # updates skipped in a row, see updates.skip_nonfinite
+    tokens_generated: int = 0  # in all finished steps
     seconds: float = 0.0  # of all finished steps, without evaluations and checkpoints
-    # The policy's learning rates: the last update's and, by the schedule, the next one's.
+    # The policy's learning rates: the last update's and the next one's by the schedule.
     rates: tuple[float, float] | None = None
     reference: Reference | None = None  # with a KL penalty, and with adapters
 
@@ -114,7 +114,7 @@ class RunState:
 
     @property
     def updates(self) -> int:
-        """Updates of the policy that were made."""
+        """Number of updates made to the policy."""
         (_, count), *_ = optax.tree.get_all_with_path(self.policy_state.policy.opt_state, "count")
         return int(hosts.fetch(count))
 
@@ -124,11 +124,11 @@ class RunState:
         self.seconds += values["time/step"]
 
     def base_params(self, model: ModelConfig) -> Params | None:
-        """Return the weights that adapters are trained for; None: all weights are trained."""
+        """Return the weights that adapters modify; None: all weights are trained."""
         return self.reference.params if model.lora else None
 
     def policy_weights(self, model: ModelConfig) -> Params:
-        """Return the policy's weights as they are now."""
+        """Return the policy's current weights."""
         return adapted(model, self.policy_state.policy.params, self.base_params(model))
 
     def rollout_weights(self, run: Run) -> Params:
@@ -154,7 +154,7 @@ class RunState:
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Take over a checkpoint; a part that it does not have stays as it is."""
+        """Restore a checkpoint; a part that it lacks is left as it is."""
         self.step = host["step"]
         self.policy_state = PolicyState(arrays["train"])
         self.skipped_in_row = host["skipped_in_row"]

@@ -17,10 +17,10 @@ from specrl_jax.types import Batch
 def drop_skipped_updates(
     run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
-    """Return the scalars of the updates that were not skipped; count in `state` those in a row.
+    """Return the scalars of the updates that were not skipped; count skips in a row in `state`.
 
-    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
-    or `updates.skip_nonfinite` updates in a row were skipped.
+    Raises a one-line FloatingPointError if weights, moments, loss or gradients are not finite, or
+    `updates.skip_nonfinite` updates in a row were skipped.
     """
     fields = dict(flatten(run.config))
     made = []
@@ -54,12 +54,12 @@ def _first_nonfinite(run: Run, scalars: dict[str, np.ndarray]) -> tuple[str, str
 
 @jax.jit
 def count_packed(packed: PackedRows) -> tuple[Array, Array]:
-    """Count the rows that have a token, and the slots that hold one."""
+    """Count the rows with a token, and the slots with one."""
     return jnp.sum(packed.nodes[:, 0] >= 0), jnp.sum(held_slots(packed.sequences))
 
 
 def packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -> dict[str, float]:
-    """Return what share of a batch its mini-batches compute, and how many tokens."""
+    """Return the share of a batch that its mini-batches compute, and the number of tokens."""
     num_rows, tokens = zip(*hosts.fetch([count_packed(x) for x in mini_batches]), strict=True)
     slots = sum(hosts.fetch(x.count) * x.sequences.tokens[0].size for x in mini_batches)
     return {
@@ -72,7 +72,7 @@ def packing_metrics(mini_batches: list[PackedRows], batch: Batch, passes: int) -
 def update_metrics(
     run: Run, history: list[dict[str, np.ndarray]], *, stale: bool
 ) -> dict[str, float]:
-    """Return metrics of the step's updates, from each one's scalars; {} of none.
+    """Return metrics of the step's updates from their scalars; {} if there were none.
 
     stale: earlier weights sampled some of the tokens.
     """
@@ -86,7 +86,7 @@ def update_metrics(
     if not history:
         return {}
     metrics = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
-    # Means over the tokens that are computed, where there are any.
+    # Means over the computed tokens, if there are any.
     if total("tokens"):
         metrics |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     for name in history[0]:
@@ -97,8 +97,8 @@ def update_metrics(
         largest = tokens_LE.max(axis=1) / np.maximum(tokens_LE.mean(axis=1), 1)
         metrics["policy/balance_loss"] = mean("balance_loss")
         metrics["policy/expert_load_max"] = largest.mean()
-    # Where the old log-probs are the rollout's, the first update measures the difference of
-    # arithmetic; of earlier weights it would not be one of arithmetic alone.
+    # If the old log-probs are the rollout's, the first update measures the difference due to
+    # arithmetic; with earlier weights it would not be arithmetic alone.
     tokens = history[0]["tokens"]
     if tokens and not stale:
         metrics["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens

@@ -1,6 +1,6 @@
 """Supervised stage before step 1: maximum likelihood on solutions or demonstrations.
 
-The result of the stage is a pure function of the configuration and the data.
+The result is a pure function of the configuration and the data.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ from specrl_jax.sharding import put
 from specrl_jax.text.tokenizer import Tokenizer
 from specrl_jax.types import Batch
 
-_CALLS = 12  # most calls of the compiled function; all calls make the same number of steps
-# Scalar of an update → the field to lower where it is not finite.
+_CALLS = 12  # most calls of the compiled function; all calls run the same number of steps
+# Scalar of an update → the field to lower if it is not finite.
 _MUST_BE_FINITE = {
     "head_weight_norm": "rollout.head.learning_rate",
     "loss": "sft.learning_rate",
@@ -54,11 +54,11 @@ def warm_up(
     dataset: Dataset,
     base_params: Params | None = None,
 ) -> tuple[Params, DraftHeadState | None]:
-    """Run the stage that `config.sft` asks for, and print the loss as it goes.
+    """Run the stage that `config.sft` configures, printing the loss along the way.
 
-    base_params: where `params` are adapters, the weights that the adapters belong to.
+    base_params: if `params` are adapters, the weights that they modify.
 
-    Returns the trained `params`, and the draft head; None where the run has no head.
+    Returns the trained `params`, and the draft head; None if the run has no head.
     """
     settings = config.sft
     prompt_len = config.data.prompt_len
@@ -75,14 +75,14 @@ def warm_up(
         )
     if not pairs:
         raise ValueError(
-            f"rollout.response_len must hold the demonstrations' answers, got {response_len}"
+            f"rollout.response_len must fit the demonstrations' answers, got {response_len}"
         )
     rate = settings.mistake_rate
     flawed = f", {rate:.0%} of their digits wrong" if rate else ""
     print(
         f"warm-up: {settings.steps} supervised steps of {settings.batch_size} on {len(pairs)} "
-        f"demonstrations{flawed}; {len(examples) - len(texts)} without a solution and "
-        f"{len(texts) - len(pairs)} too long left out",
+        f"demonstrations{flawed}; left out: {len(examples) - len(texts)} without a solution and "
+        f"{len(texts) - len(pairs)} too long",
         flush=True,
     )
     rows = [[*p, *a] for p, a in pairs]
@@ -104,9 +104,9 @@ def supervise(
 ) -> tuple[Params, DraftHeadState | None]:
     """Train `params` on the demonstrations; return the trained `params` and the draft head.
 
-    settings: `config.sft`, of which steps, batch_size and learning_rate are read.
+    settings: `config.sft`; only steps, batch_size and learning_rate are used.
 
-    Raises FloatingPointError where the loss or the weights are not finite.
+    Raises FloatingPointError if the loss or the weights are not finite.
     """
     steps = settings.steps
     size = settings.batch_size
@@ -125,7 +125,7 @@ def supervise(
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
     calls = max(n for n in range(1, _CALLS + 1) if steps % n == 0)
-    chunk = steps // calls  # steps of a call: one shape, so one program
+    chunk = steps // calls  # steps per call: one shape, so one program
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]
@@ -151,7 +151,7 @@ def _run(
     batches: tuple[Array, Array, Array],
     base_params: Params | None,
 ) -> tuple[PolicyState, Scalars]:
-    """Return the state after an update on each batch, and the scalars of the updates, [steps].
+    """Return the state after an update on each batch, and the updates' scalars, [steps].
 
     batches: `RowTokens.tokens`, `prompt_lens` and `response_lens`, [steps, B, ...].
     """

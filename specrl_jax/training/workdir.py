@@ -1,4 +1,4 @@
-"""A run's work directory: its configuration, and checks of which run may go on there."""
+"""A run's work directory: its configuration, and checks of which run may resume there."""
 
 import contextlib
 import json
@@ -23,47 +23,46 @@ from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 
 
 def may_change() -> tuple[str, ...]:
-    """Return what a resumed run may change: where and how long it runs, how it is recorded and
-    evaluated."""
+    """Return the fields that a resumed run may change: how long and where it runs, and how it is
+    recorded and evaluated."""
     return schema().may_change(RESUMED)
 
 
 def check_paths(workdir: Path) -> None:
-    """Raise ValueError where `workdir` cannot be written, or has a file for a folder or a folder
-    for a file.
+    """Raise ValueError if `workdir` cannot be written, or has a file in place of a folder or the
+    reverse.
 
-    What was missing is not there afterwards either.
+    Creates nothing that was missing.
     """
     folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
     files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
     for path in folders:
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} must be a folder, it is a file; move it")
+            raise ValueError(f"{path} must be a folder, but is a file; move it")
     for path in files:
         if path.is_dir():
-            raise ValueError(f"{path} must be a file, it is a folder; move it")
+            raise ValueError(f"{path} must be a file, but is a folder; move it")
     _check_writable(workdir)
 
 
 def _check_writable(workdir: Path) -> None:
-    """Raise ValueError where no file can be made in the folder, or in the one to make it in."""
+    """Raise ValueError if files cannot be created in the folder, or in its nearest parent."""
     folder = workdir.absolute()
     while not folder.exists():
         if folder.is_symlink():
-            raise ValueError(f"--workdir: {folder} is a link to nothing; mend or remove it")
+            raise ValueError(f"--workdir: {folder} is a broken link; mend or remove it")
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"--workdir must be a folder that can be written, {folder} cannot "
-            f"({error.strerror}); give another"
+            f"--workdir must be a writable folder, {folder} is not ({error.strerror}); give another"
         ) from error
 
 
 def check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
-    """Raise ValueError where a part of the run is missing; last: the newest checkpoint's step."""
+    """Raise ValueError if a part of the run is missing; last: the newest checkpoint's step."""
     recorded = max((record["step"] for record in read_metrics(workdir)), default=0)
     if last is None and recorded:
         raise ValueError(
@@ -71,11 +70,11 @@ def check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
             "back, or give a new --workdir"
         )
     if last is not None and not has_config:
-        raise ValueError(f"{workdir} holds checkpoints but no config.json; give a new --workdir")
+        raise ValueError(f"{workdir} has checkpoints but no config.json; give a new --workdir")
 
 
 def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
-    """Write the resolved config to `workdir/config.json`, all of it or nothing."""
+    """Write the resolved config to `workdir/config.json`, atomically."""
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
@@ -90,15 +89,15 @@ def check_run_config(
     ignore: Sequence[str] = (),
     advice: str = "",
 ) -> bool:
-    """Return True if `workdir` holds a run of this config; False if it holds none.
+    """Return True if `workdir` has a run of this config; False if it has none.
 
-    ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values: it names every such field, with both values, and ends with `advice`,
-    by default how to resume it or to start another run.
+    ignore: fields or sub-trees that may differ, like "log" or "train.steps". Raises ValueError if
+    the run there has other values: the message names each such field with both values, and ends
+    with `advice`, by default how to resume the run or start another.
     """
     advice = advice or (
-        "give the old values to resume it, or another --workdir; with "
-        f"--resume_from={shlex.quote(str(workdir))}@STEP that starts with a checkpoint of this run"
+        "give the old values to resume it, or another --workdir; "
+        f"--resume_from={shlex.quote(str(workdir))}@STEP starts that from a checkpoint of this run"
     )
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
@@ -106,7 +105,7 @@ def check_run_config(
     try:
         before = dict(flatten(json.loads(path.read_text("utf-8"))))
     except (ValueError, AttributeError):
-        raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+        raise ValueError(f"{path} is not a saved config; give another --workdir") from None
     now = dict(flatten(config))
     ignored = tuple(f"{name}." for name in ignore)
     for name in before.keys() | now.keys():
@@ -120,7 +119,7 @@ def check_run_config(
         if _show(before, name) != _show(now, name)
     ]
     if changed:
-        raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
+        raise ValueError(f"{path} is from a run with other values: {'; '.join(changed)}; {advice}")
     return True
 
 
@@ -130,7 +129,7 @@ def _show(fields: Mapping, name: str) -> str:
 
 
 def parse_origin(origin: str, config) -> tuple[Path, int]:
-    """Return (work directory, step); ValueError unless `config` may start with that checkpoint."""
+    """Return (work directory, step); ValueError unless `config` may start from that checkpoint."""
     workdir, _, step = origin.rpartition("@")
     if not workdir or not step.isdecimal():
         raise ValueError(
@@ -147,12 +146,12 @@ def parse_origin(origin: str, config) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def advise_how_to_resume(checkpoints: Checkpointer) -> Iterator[None]:
-    """Have a FloatingPointError say which checkpoints there are, and how to go on from one."""
+    """Add to a FloatingPointError which checkpoints exist, and how to resume from one."""
     try:
         yield
     except FloatingPointError as error:
         steps = ", ".join(map(str, checkpoints.steps()))
         raise FloatingPointError(
-            f"{error}; go on from a checkpoint ({steps}) in a new --workdir with "
+            f"{error}; resume from a checkpoint ({steps}) in a new --workdir with "
             f"--resume_from={checkpoints.directory.parent}@STEP"
         ) from error

@@ -38,7 +38,7 @@ def said(answers):
 
 @pytest.mark.parametrize("name", ["Counter", "Shared"])
 def test_an_environment_is_made_once_and_steps_once_a_turn(name):
-    """It makes 16 steps for 16 turns, whatever others do. A process of its own draws its own."""
+    """It makes 16 steps for 16 turns, regardless of others. A separate process draws its own."""
     with make(name, threshold=17.0) as pool:
         episodes = pool.start([PROBLEM] * 4)
         made = 1 if name == "Counter" else 2  # of each process
@@ -195,7 +195,7 @@ def test_episodes_vanish_with_a_killed_parent(tmp_path):
 
 @pytest.mark.parametrize("name", ["Replayable", "Shared", "Restarted"])
 def test_a_policy_may_be_told_that_its_turn_took_too_long(name):
-    """A replayable episode goes on from before the turn, another one from the start."""
+    """A replayable episode resumes before the turn, any other from the start."""
     with make(name, workers=1, timeout=1.0, on_timeout="tell", threshold=3.0) as pool:
         episodes = pool.start([PROBLEM] * 3)
         late = "TimeoutError: no answer within 1 s of CPU time; "

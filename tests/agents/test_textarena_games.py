@@ -112,7 +112,7 @@ def test_a_problem_says_the_games_options():
 
 
 def test_a_game_that_raises_costs_its_episode():
-    """In processes without network, each of which starts the game that the problem names."""
+    """In processes without network, each of which starts the game named by the problem."""
     wrong = ("0", "task", {"options": {"num_disks": "many"}})
     problems = [("0", "task", {}), wrong, ("seed", "task", {})]
     with EnvironmentPool(

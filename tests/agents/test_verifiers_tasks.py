@@ -26,7 +26,7 @@ GUESSES = [
 LIMITS = {"timeout": 60, "memory_mib": 512, "workers": 1}
 FAULTS = [
     ("x", "RuntimeError: invalid literal for int() with base 10: 'x'"),  # of the environment
-    ("again", "ValueError: an episode must be one conversation, another one begins"),
+    ("again", "ValueError: an episode must be one conversation, another one starts"),
 ]
 
 
@@ -40,7 +40,7 @@ def call(name, **arguments):
 
 
 def test_turns_stops_rewards_and_faults():
-    """Episodes run beside each other, each in its process."""
+    """Episodes run in parallel, each in its own process."""
     turns = [responses for responses, _, _ in GUESSES] + [[fault] for fault, _ in FAULTS]
     said = [[] for _ in turns]
     last = {}
@@ -69,7 +69,7 @@ def play(name, responses, **data):
 
 
 def test_tools_and_their_state():
-    """The policy reads that a call failed, and the episode goes on."""
+    """The policy reads that a call failed, and the episode continues."""
     add = call("add", amount=1)
     responses = [f"I add. {add}{add}", call("bell_ring"), "Done."]
     assert play("verifiers:ledger_taskset", responses, prompt="2!", answer=2) == [

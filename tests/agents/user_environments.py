@@ -44,20 +44,20 @@ class Replayable(Counter):
 
 
 class Shared(Counter):
-    """One process holds all episodes of a worker."""
+    """One process runs all episodes of a worker."""
 
     contained = False
     replayable = True
 
 
 class Restarted(Counter):
-    """An episode whose step took too long goes on with a new object."""
+    """An episode whose step took too long continues with a new object."""
 
     after_timeout = ("you begin again", 0.0, False, "tool")
 
 
 class Unsure(Counter):
-    """Neither goes on nor ends."""
+    """Neither continues nor ends."""
 
     after_timeout = ("you begin again", 0.0, True)
 
@@ -84,7 +84,7 @@ def _fork(argument):
 
 
 def _start(argument):
-    """Starts a process that outlives its parent, in a session of its own."""
+    """Starts a process that outlives its parent, in its own session."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

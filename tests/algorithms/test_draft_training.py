@@ -1,4 +1,4 @@
-"""The draft head learns what the policy says; the policy does not notice."""
+"""The draft head learns to predict the policy; the policy is unaffected."""
 
 import dataclasses
 import functools

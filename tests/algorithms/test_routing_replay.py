@@ -28,7 +28,7 @@ LEARNER = dataclasses.replace(
 
 
 def forced_route(given_Mk):
-    """A router whose choices are given but for -1; its weights are those of the definition."""
+    """A router with given choices, except for -1; its weights are those of the definition."""
 
     def route(x_MD, router_DE, chosen, norm, replayed):
         assert norm
@@ -206,6 +206,6 @@ def test_replay_lowers_the_gap_of_bfloat16_rollouts(mesh, tmp_path):
 
 
 def test_a_dense_model_has_no_routing_to_replay(mesh, tmp_path):
-    rule = "updates.replay_routing needs a mixture of experts, family qwen3 is none; add "
+    rule = "updates.replay_routing needs a mixture of experts, family qwen3 is not one; add "
     with pytest.raises(ValueError, match=rule + "--config.updates.replay_routing=False"):
         loop.train(small_config({"updates.replay_routing": True}), tmp_path)

@@ -212,7 +212,7 @@ def train(mesh, tmp_path):
 
 
 def test_the_update_scores_what_the_rollout_sampled_or_kept(train):
-    """Drafts are kept whatever the policy says: some have left its likeliest tokens."""
+    """Drafts are kept whatever the policy prefers: some have left its likeliest tokens."""
     changes = {"rollout.lenience": math.inf}
     workdir = train("lenient", changes | {"updates.learning_rate": 0.1})
     steps = records(workdir)[1:]
@@ -235,7 +235,7 @@ def test_drafts_change_nothing(train):
 
 @pytest.mark.slow
 def test_rows_that_wait_keep_their_tokens(train, monkeypatch):
-    """A run whose unfinished rows wait in its checkpoint goes on as if it had not stopped."""
+    """A run whose unfinished rows wait in its checkpoint resumes as if it had not stopped."""
     changes = {
         "rollout.partial": 2, "rollout.draft": "none", "updates.packing": "sequences",
     }  # fmt: skip

@@ -153,7 +153,7 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
 
 
 def test_a_batch_of_a_rollout(mesh):
-    """Two prompts, two responses each, of which the second fills its slots."""
+    """Two prompts, two responses each, the second of which fills its slots."""
     slots = 4
     prompts = Prompts(
         tokens=np.array([[7, 8, 0], [9, 0, 0]], np.int32),

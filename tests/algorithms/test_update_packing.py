@@ -44,7 +44,7 @@ def test_packed_rows_of_local_layers_give_the_gradient_of_padded_rows(mesh, pack
 
 
 def _random_rows(seed: int) -> Batch:
-    """Two groups: a whole row twice, a row and its beginning, an empty one, full ones."""
+    """Two groups: a whole row twice, a row and its prefix, an empty one, full ones."""
     rng, size = np.random.default_rng(seed), (8, ref.PROMPT + ref.RESPONSE)
     prompt_lens = np.repeat(rng.integers(1, ref.PROMPT + 1, 2), 4).astype(np.int32)
     response_lens = rng.integers(1, ref.RESPONSE + 1, 8).astype(np.int32)

@@ -73,7 +73,7 @@ def _fail(dtype: str):
 
 
 def test_device(run, monkeypatch):
-    """Every part gives its figure; one that fails is a line, and the others go on."""
+    """Every part returns its figure; one that fails is a line, and the others continue."""
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
     monkeypatch.setattr(device, "STEP_ROWS", (8,))
     monkeypatch.setattr(device, "_limits", _fail)
@@ -118,7 +118,7 @@ def test_kernels_are_compared_with_the_reference(mesh, monkeypatch):
 
 
 def test_training(run, monkeypatch):
-    """Each kind of draft trains; one that fails is a row, and the others go on."""
+    """Each kind of draft trains; one that fails is a row, and the others continue."""
     cases = dict(list(training.CASES.items())[:2]) | {"wrong": {"rollout.draft": "previous+trees"}}
     monkeypatch.setattr(training, "CASES", cases)
     code, rows, text = run("training", *SMALL)
@@ -128,7 +128,7 @@ def test_training(run, monkeypatch):
     assert previous["over_plain"] == pytest.approx(plain["step"] / previous["step"])
     assert plain["start_to_first_step"] >= plain["build"] + plain["compile"] + plain["first_step"]
     assert wrong["note"].startswith("KeyError")
-    assert "memory: the compiler says 0.0" in text
+    assert "memory: the compiler reports 0.0" in text
 
 
 def test_host(run, monkeypatch):
@@ -136,7 +136,7 @@ def test_host(run, monkeypatch):
     monkeypatch.setattr(host, "ROWS", 32)
     code, cases, text = run("host")
     assert code == 0
-    names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they begin"]
+    names = ["pack all rows: log-probs", "pack 1 mini-batches", "pack rows as they start"]
     fills = [f"slots of rows that start: {name}" for name in host.FILLS]
     assert [case["part"] for case in cases] == names + fills
     for case in cases[: len(names)]:
@@ -178,7 +178,7 @@ def test_random_policies_do_not_repeat_themselves(mesh):
 
 @pytest.fixture
 def measured(tmp_path):
-    """measured(benchmark, *flags) → the cases, from a process of its own."""
+    """measured(benchmark, *flags) → the cases, from a separate process."""
 
     def call(benchmark: str, *flags: str) -> list[dict]:
         shared = ("--config=tests/small_runs.py", "--config.rollout.adaptive=False", "--drift=1",

@@ -17,8 +17,8 @@ from specrl_jax.rewards.scorers import load_scorer
 CONFIG = "--config=configs/grpo.py"
 # arguments of launch/train.py → the line after "error: "
 MISTAKES = {
-    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
-    "its presets and fields",
+    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help "
+    "lists its presets and fields",
     (CONFIG, "--workdirr=x"): "unknown flag --workdirr, did you mean --workdir?",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
     "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
@@ -94,7 +94,7 @@ def test_help_has_the_flags_presets_and_the_values_of_the_config_that_is_given()
     start = lines.index("Fields, with the values of configs/grpo.py:smollm2:")
     assert lines[start + 1] == "  --config.seed=0"
     for line in (
-        "  --workdir: where the run lives; default runs/CONFIG-PRESET",
+        "  --workdir: the run's directory; default: runs/CONFIG-PRESET",
         "  custom: Your model, data and reward: set model.source, data.path and reward.name.",
         "  --config.rollout.tree.depth=16",
         "      a row's last tokens to look up",
@@ -118,7 +118,7 @@ def test_print_config_has_every_field_and_trains_nothing(tmp_path):
 
 @pytest.mark.parametrize("program", ["train.py --help", "report.py --help"])
 def test_a_reader_that_has_read_enough_is_no_error(program, tmp_path):
-    """stdout is a pipe that nobody reads: what `| head` leaves."""
+    """stdout is a pipe that is no longer read, as after `| head`."""
     reads, writes = os.pipe()
     os.close(reads)
     name, flag = program.split()
@@ -218,7 +218,7 @@ def test_a_saved_configuration_is_read_again(tmp_path):
     for text, line in {
         "[]": "must be a JSON object, got []",
         "{": "must be JSON: JSONDecodeError",
-        '{"seed": 0}': "is of another version of specrl_jax",
+        '{"seed": 0}': "is from another version of specrl_jax",
     }.items():
         file.write_text(text)
         assert line in line_of(cli.read_config, [f"--config={file}"])

@@ -1,4 +1,4 @@
-"""Rows that fit a device: by hand, and against what the compiler says."""
+"""Rows that fit a device: by hand, and against the compiler's report."""
 
 import dataclasses
 
@@ -128,4 +128,4 @@ def test_a_run_computes_the_rows_that_fit(mesh, tmp_path, monkeypatch, capsys):
     train(config, tmp_path, hooks=StandardHooks())
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("rollout: ")]
-    assert line.startswith("rollout: 8 of 32 rows at once, 8 on each shard; their cache takes ")
+    assert line.startswith("rollout: 8 of 32 rows at a time, 8 on each shard; their cache takes ")

@@ -106,7 +106,7 @@ def test_a_failed_allocation_is_one_line(mesh, capsys, allocate):
     with pytest.raises(SystemExit), cli.user_errors():
         allocate()
     assert re.fullmatch(
-        r"error: out of memory: [^\n]*#memory says [^\n]*\n", capsys.readouterr().err
+        r"error: out of memory: [^\n]*#memory lists [^\n]*\n", capsys.readouterr().err
     )
 
 

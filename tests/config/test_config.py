@@ -17,7 +17,7 @@ SCHEMA = schema()
 # rule → values that break it
 BROKEN = {
     "text": [None, 3, ["a"]],
-    r'texts apart by blanks, or a JSON list as ["\n\n", "Final answer: "]': [
+    r'texts separated by blanks, or a JSON list like ["\n\n", "Final answer: "]': [
         " ",
         "\n",
         "a\nb",

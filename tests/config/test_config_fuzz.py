@@ -1,7 +1,7 @@
-"""Thousands of configurations, most of them without sense, drawn by Hypothesis.
+"""Thousands of configurations drawn by Hypothesis, most of them meaningless.
 
-Each is refused in one line that names a field, or all that is computed from it before anything is
-loaded can be computed.
+Each is either rejected by a one-line error that names a field, or everything computed from it
+before anything is loaded can be computed.
 """
 
 import functools
@@ -47,7 +47,7 @@ CHANGES = st.lists(st.sampled_from(list(CHANGE)).flatmap(CHANGE.get), max_size=6
 
 
 def _compute(config) -> None:
-    """What a run computes from a configuration alone; ValueError in one line where it can't."""
+    """What a run computes from a configuration alone; a one-line ValueError if it can't."""
     settings = config.rollout
     spec = RolloutSpec.from_config(config, MODEL, eos_ids=(1,), pad_id=0)
     buckets = spec.buckets((settings.prompts_per_step + settings.partial) * settings.group_size)

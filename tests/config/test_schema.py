@@ -1,4 +1,4 @@
-"""How sections become one schema, and what it says of names that it does not have."""
+"""How sections become one schema, and what it reports about unknown names."""
 
 import dataclasses
 
@@ -82,13 +82,13 @@ def test_names_that_are_no_field_any_more():
     schema = _schema(renamed={"light.size": "lamp.size"})
     config = schema.defaults()
     config.light = ConfigDict({"size": 1})
-    assert line_of(schema.validate, config) == "light.size is lamp.size now"
+    assert line_of(schema.validate, config) == "light.size is now lamp.size"
     known = set(schema.fields)
     schema.check_version(known | {"resume_from", "lamp.words.two"}, "x.json")
     line = line_of(schema.check_version, known - {"lamp.size"} | {"light.size", "gone"}, "x.json")
     assert line == (
-        "x.json is of another version of specrl_jax: lamp.size came later, gone is no field any "
-        "more, light.size is lamp.size now; go on with that version, or start a new run"
+        "x.json is from another version of specrl_jax: lamp.size was added later, gone no longer "
+        "exists, light.size is now lamp.size; continue with that version, or start a new run"
     )
 
 

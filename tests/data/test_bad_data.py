@@ -44,11 +44,11 @@ def test_a_line_that_is_no_row(tmp_path, second, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": None}, "data.answer_field answer must hold an answer .*, got None"),
-        ({"answer": float("nan")}, "data.answer_field answer must hold an answer .*, got nan"),
-        ({"question": None}, "data.prompt_field must hold text or a list of messages .* 'None'"),
-        ({"question": "\ud800"}, "data.prompt_field must hold text that UTF-8 can write: .*"),
-        ({"question": [{"role": None, "content": "a"}]}, "data.prompt_field must hold text or .*"),
+        ({"answer": None}, "data.answer_field answer must have an answer .*, got None"),
+        ({"answer": float("nan")}, "data.answer_field answer must have an answer .*, got nan"),
+        ({"question": None}, "data.prompt_field must be text or a list of messages .* 'None'"),
+        ({"question": "\ud800"}, "data.prompt_field must be text that UTF-8 can encode: .*"),
+        ({"question": [{"role": None, "content": "a"}]}, "data.prompt_field must be text or .*"),
         ({"answer": "no mark"}, "data.answer_pattern must match every answer, .* 'no mark'"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_blank_answer_is_refused_where_a_named_reward_compares_with_it(tmp_pat
     settings = config(path=str(file), answer_pattern="", eval_prompts=0)
     settings.reward.name = reward
     line = line_of(load_examples, settings)
-    rule = "data.answer_field answer must hold an answer for every prompt"
+    rule = "data.answer_field answer must have an answer for every prompt"
     assert line == f"{rule}, got {answer!r} ({file}:3)"
 
 
@@ -82,7 +82,7 @@ def blank_answer(row):
 def test_a_blank_answer_of_a_pattern_or_a_function(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", [{"question": "a", "answer": "4 #### \n"}, *ROWS])
     line = line_of(load_examples, config(path=path, answer_pattern="####(.*)"))
-    rule = "must hold an answer for every prompt"
+    rule = "must have an answer for every prompt"
     assert line == f"data.answer_pattern ####(.*) {rule}, got '' ({path}:1)"
     line = line_of(load_examples, config(path=path, render="test_bad_data:blank_answer"))
     assert line == f"test_bad_data:blank_answer {rule}, got ' ' ({path}:1)"
@@ -145,7 +145,7 @@ MODULES = {
         (raises, "RuntimeError: two lines"),
         (exits, "SystemExit: 3"),
         (calls_itself, "RecursionError: maximum recursion depth exceeded"),
-        (no_answer, "test_bad_data:no_answer must hold an answer for every prompt, got None"),
+        (no_answer, "test_bad_data:no_answer must have an answer for every prompt, got None"),
     ],
 )
 def test_a_render_that_fails(tmp_path, render, message):
@@ -199,7 +199,7 @@ def test_text_that_is_no_utf8_names_its_row(tmp_path, source):
         path = tmp_path / "saved"
         datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(path))
     line = line_of(load_examples, config(source, path=str(path)))
-    assert re.match(rf"{re.escape(str(path))} row 3 must hold UTF-8: ", line)
+    assert re.match(rf"{re.escape(str(path))} row 3 must be UTF-8: ", line)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_a_path_that_cannot_be_one(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"low": "a"}, r"\.low must be a whole number, got 'a'"),
-        ({"low": 0.5}, r"\.low must be a whole number, got 0\.5"),
+        ({"low": "a"}, r"\.low must be an integer, got 'a'"),
+        ({"low": 0.5}, r"\.low must be an integer, got 0\.5"),
         ({"high": 10**6}, r" must have 0 <= low < high <= low \+ 100 for guess, got 0 and 1000000"),
         ({"low": 9}, r" must have 0 <= low < high <= low \+ 100 for guess, got 9 and 9"),
         ({"middle": 5}, r"\.middle must be one of low, high"),

@@ -1,7 +1,7 @@
 """Chats of several turns: a row's ids are those of the whole chat as transformers writes it.
 
-Templates are those of Qwen 3, Llama 3.1 and Gemma 3, but for what calls, system messages and images
-ask for.
+Templates are those of Qwen 3, Llama 3.1 and Gemma 3, without their parts for calls, system messages
+and images.
 """
 
 import pytest

@@ -226,7 +226,7 @@ def test_private_characters_are_taken_alone_only(tmp_path):
     assert "\U00100001" in tokenizer.decode(tokenizer.encode_prompt("it\U00100001"))
     line = line_of(tokenizer.encode_prompt, "it\U00100001<|im_end|>")
     assert line == (
-        "data.prompt_field must not hold private characters beside the letters of a control "
+        "data.prompt_field must not contain private characters next to a spelled-out a control "
         "token, got U+100001; change the data or data.render"
     )
 
@@ -239,8 +239,8 @@ def test_a_tokenizer_that_cannot_tell_letters_from_tokens(tmp_path):
     assert len(tokenizer.encode("it")) == 2
     line = line_of(tokenizer.encode, "it</s> it")
     assert line == (
-        "data.prompt_field must not hold the letters of a control token, got '</s>' in "
-        "'it</s> it': this tokenizer cannot take them as text; change the data or data.render"
+        "data.prompt_field must not spell out a control token, got '</s>' in "
+        "'it</s> it': this tokenizer cannot encode it as text; change the data or data.render"
     )
 
 

@@ -157,7 +157,7 @@ def test_resume_refuses_another_order(total, size, seed, name):
 
 
 def test_resume_refuses_prompts_that_were_encoded_otherwise():
-    """An edited chat template, say: ids are of the rows, and stay."""
+    """For example an edited chat template: ids belong to the rows, and stay."""
     encoded = encoded_set(11)
     edited = dataclasses.replace(encoded, tokens=encoded.tokens + 1)
     state = PromptStream(encoded, 3, seed=5).host()
@@ -187,7 +187,7 @@ def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
         busy = names
     assert stream.given == 32
     assert len(stream.next().examples) == 3
-    with pytest.raises(ValueError, match=">= 13, the prompts that are under way at once, got 12"):
+    with pytest.raises(ValueError, match=">= 13, the prompts in progress at a time, got 12"):
         stream.take(9, busy=busy)
 
 

@@ -145,5 +145,5 @@ def test_a_task_without_a_stored_answer_needs_its_own_scorer_alone():
     assert {example.answer for example in data.train + data.eval} == {""}
     settings.reward.name = "reasoning_gym+exact"
     line = line_of(load_examples, settings)
-    rule = "data.answer_field answer must hold an answer for every prompt, got None"
+    rule = "data.answer_field answer must have an answer for every prompt, got None"
     assert line == f"{rule} (boxnet row 0)"

@@ -13,7 +13,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b
 
 
 def test_keys_of_nulls_are_left_out_at_any_depth():
-    """As Arrow gives rows: every message has the keys of all, every call those of all."""
+    """As Arrow returns rows: every message has the keys of all, every call those of all."""
     function = {"name": "add", "arguments": {"a": 2, "b": 2, "c": None}}
     calls = [{"type": "function", "id": None, "function": function}]
     given = [
@@ -55,13 +55,13 @@ def test_an_empty_last_message_of_the_assistant_is_a_generation_prompt(blank):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], r"must hold text or a list of messages with role and content, got '\[\]'"),
-        ([{"role": "assistant", "content": None}, USER], "must hold text or a list of messages"),
-        ([{"role": "user", "tool_calls": [CALL]}], "must hold text or a list of messages"),
-        ([{"content": "2 + 2?"}], "must hold text or a list of messages"),
+        ([], r"must be text or a list of messages with role and content, got '\[\]'"),
+        ([{"role": "assistant", "content": None}, USER], "must be text or a list of messages"),
+        ([{"role": "user", "tool_calls": [CALL]}], "must be text or a list of messages"),
+        ([{"content": "2 + 2?"}], "must be text or a list of messages"),
         ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "with tool_calls$"),
         ([USER, {"role": "assistant", "content": "", "thinking": "So"}], "with thinking$"),
-        ([USER | {"extra": ["\ud800"]}], "must hold text that UTF-8 can write"),
+        ([USER | {"extra": ["\ud800"]}], "must be text that UTF-8 can encode"),
     ],
 )
 def test_what_is_no_prompt(prompt, message):

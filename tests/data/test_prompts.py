@@ -297,8 +297,8 @@ def test_every_problem_comes_once():
     ("options", "message"),
     [
         ({"max_decimals": 0}, r"\.max_decimals must be one of min_numbers, max_numbers, min_value"),
-        ({"min_numbers": "3"}, r"\.min_numbers must be a whole number, got '3'$"),
-        ({"max_value": 9.5}, r"\.max_value must be a whole number, got 9\.5$"),
+        ({"min_numbers": "3"}, r"\.min_numbers must be an integer, got '3'$"),
+        ({"max_value": 9.5}, r"\.max_value must be an integer, got 9\.5$"),
         ({"min_numbers": 13}, r" must have 1 <= min_numbers <= max_numbers <= 1000 and .*got .*13"),
         ({"max_numbers": 10**9}, r" must have 1 <= min_numbers <= max_numbers <= 1000 and .*got"),
         ({"min_value": 10}, r" must have .* and min_value <= max_value, got \{'min_value': 10\}"),
@@ -346,7 +346,7 @@ def test_solutions_by_prompt_id():
     no_answer = make_example("1>", "", "t", {})  # as of a task with a scorer of its own
     assert encode_solutions([no_answer], tokenizer, "", 2) == {}
     line = line_of(solution, make_example("", "", "t", {"work": 3}), "work")
-    assert line == "data.solution_field must hold text, got '3'"
+    assert line == "data.solution_field must be text, got '3'"
 
 
 # --- encoding -------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_encoding_pads_right_and_drops_overlong():
 def test_nothing_left_to_encode():
     with pytest.raises(ValueError, match=r"^data\.prompt_len must .* got 1 with 3 .* of 2 tokens$"):
         encoded_set(3, prompt_len=1)
-    with pytest.raises(ValueError, match=r"^data must hold at least one prompt"):
+    with pytest.raises(ValueError, match=r"^data must have at least one prompt"):
         encoded_set(0)
 
 

@@ -1,4 +1,4 @@
-"""Sources: every format gives the same problems, and none reaches for the network unasked."""
+"""Sources: every format gives the same problems, and none uses the network unasked."""
 
 import json
 
@@ -96,10 +96,10 @@ def test_formats_agree(tmp_path, make, changes):
 def test_a_split_without_rows_is_one_line(tmp_path, source):
     settings = as_jsonl(tmp_path) | {"source": source}
     (tmp_path / "test.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"^data\.eval_split must hold at least one .*'test'$"):
+    with pytest.raises(ValueError, match=r"^data\.eval_split must have at least one .*'test'$"):
         load_examples(config(**settings, eval_split="test"))
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"^data\.path must hold at least one row, got '/"):
+    with pytest.raises(ValueError, match=r"^data\.path must have at least one row, got '/"):
         load_examples(config(**settings))
 
 
@@ -128,7 +128,7 @@ def test_a_byte_order_mark_is_read(tmp_path, end):
 def test_hub_that_cannot_be_reached_is_one_line():
     pytest.importorskip("datasets")
     line = line_of(load_examples, config("hf", name="nobody/nothing"))
-    assert line.startswith("data.name must be a directory or a dataset of the hub")
+    assert line.startswith("data.name must be a directory or a dataset on the hub")
     line = line_of(load_examples, config("hf", name="nobody/nothing", path="/none"))
     assert line == "data.path must be an existing file or directory, got '/none'"
 
@@ -159,5 +159,5 @@ def test_an_evaluation_file_is_of_any_format(tmp_path):
 )
 def test_a_file_of_another_kind_says_how_to_make_jsonl_of_it(tmp_path, name, content, rule):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"must be JSONL, an object on each line, {rule}"):
+    with pytest.raises(ValueError, match=rf"must be JSONL, one object per line, {rule}"):
         readers._read_jsonl([tmp_path / name])

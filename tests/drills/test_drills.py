@@ -1,7 +1,7 @@
-"""Runs that are killed, stopped and left without room, again and again: nothing may be lost.
+"""Runs that are killed, stopped and left without disk space, repeatedly: nothing may be lost.
 
-Every life of a run is a process of its own; the moments are drawn from a seed. The long drills are
-marked slow; docs/reliability.md says how often they were run.
+Every life of a run is a separate process; the moments are drawn from a seed. The long drills are
+marked slow; docs/reliability.md lists how often they were run.
 """
 
 import contextlib
@@ -240,8 +240,8 @@ def test_a_full_disk_loses_nothing(tmp_path, mesh, kib):
 def _measures(workdir) -> tuple[float, int, float]:
     """Resident MiB of this process, its open files, and MiB of checkpoints.
 
-    glibc first gives back the memory that is free: how much it keeps depends on the order in which
-    threads happened to allocate, and says nothing of a leak.
+    glibc first returns the memory that is free: how much it keeps depends on the order in which
+    threads happened to allocate, and does not indicate a leak.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

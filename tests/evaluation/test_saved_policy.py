@@ -160,7 +160,7 @@ def test_the_directory_is_the_same_policy(main, run, exported):
 
 
 def test_top_k_and_top_p_are_those_of_training(main, run, tmp_path):
-    """In evaluations of the run, in `generate`, and of an export, which says them."""
+    """In evaluations of the run, in `generate`, and in an export, which states them."""
     four = "--config.rollout.response_len=4"  # of 9 positions, of which a model uses half
 
     def answers(*flags):
@@ -332,7 +332,7 @@ def test_a_task_that_does_not_fit_leaves_the_others(main, run, tmp_path):
     letters, path = tmp_path / "letters.jsonl", tmp_path / "figures.json"
     letters.write_text(json.dumps({"question": "abc", "answer": "1"}))
     tasks = f"--tasks={letters},held_out"
-    with pytest.raises(ValueError, match=rf"^no figures of {letters}: tokenizer\.alphabet"):
+    with pytest.raises(ValueError, match=rf"^no results for {letters}: tokenizer\.alphabet"):
         main("evaluate", f"--run={run}", tasks, "--samples=0", f"--json={path}")
     rows = json.loads(path.read_text())["cases"]
     assert {row["task"] for row in rows} == {"held_out"}
@@ -347,7 +347,7 @@ def test_a_generator_gives_what_the_run_has_not_seen():
     assert not {example.prompt for example in task.examples} & seen
     config.sft.steps = config.sft.examples = 6
     line = line_of(eval_tasks.load_task, "sort", config, 0, lambda config: config)
-    assert line == "--tasks: sort must hold at least one question that the run has not seen"
+    assert line == "--tasks: sort must have at least one question that the run has not seen"
     other = eval_tasks.load_task("sort:min_value=8", config, 2, lambda config: config)
     assert {*"".join(example.prompt for example in other.examples)} <= {*"89 <>"}
 
@@ -435,13 +435,13 @@ MISTAKES = [
     ("generate --run=RUN b>", "the prompt must be text of the tokenizer: tokenizer.alphabet must"),
     ("generate --run=RUN 1> --temperature=-1", "evaluate.temperature must be 0 (greedy) or in"),
     ("generate --model=/nowhere 1>", "--model must be an existing directory or file"),
-    ("generate --run=RUN 1> --answer=1", "--answer must be left out without an environment, or"),
+    ("generate --run=RUN 1> --answer=1", "--answer must be left out without an environment (or"),
     ("evaluate --run=RUN --tasks=x", "--tasks must be held_out, FILE.jsonl, FILE.parquet, "),
     ("evaluate --run=RUN --tasks=x.jsonl", "--tasks must be an existing file or directory"),
     ("evaluate --run=RUN --tasks=sort:max_value=x", "an option is NAME=VALUE, got 'max_value=x'"),
     ("evaluate --run=RUN --tasks=sort:digits=3", "data.options.digits must be one of min_numbers"),
     ("evaluate --run=RUN --tasks=reasoning_gym:chain_sun", "did you mean chain_sum?"),
-    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must hold every"),
+    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must include every"),
     ("evaluate --model=RUN", "--tasks must be given with --model"),
     ("evaluate --run=RUN --config.rollout.lense=1", "rollout.lense is not a field of the config"),
     ("evaluate --run=RUN --sample=1", "unknown arguments: --sample=1, did you mean --samples?"),
@@ -466,7 +466,7 @@ def test_a_run_without_a_checkpoint_or_a_held_out_reward(main, tmp_path, make_me
     config = small_config({"train.steps": 1})
     config_file = tmp_path / "config.json"
     config_file.write_text(json.dumps(config.to_dict()))
-    with pytest.raises(ValueError, match=r"holds no checkpoint; train it first$"):
+    with pytest.raises(ValueError, match=r"has no checkpoint; train it first$"):
         _open(tmp_path)
     config_file.unlink()
     train.train(config, tmp_path)

@@ -87,7 +87,7 @@ def _mask(tries: Sequences, window: int | None) -> Mask:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("queries", "keys"), [(16, 16), (32, 16), (16, 32)])
 def test_lists_hold_every_block_that_a_query_sees(mesh, queries, keys, window):
-    """They hold no others without a window, or in a sequence of one row."""
+    """They contain no others without a window, or in a sequence of one row."""
     blocks = Blocks(queries, keys, warps=4)
     cut = (4, 96 // queries, queries, 96 // keys, keys)
     for seed in range(20):

@@ -145,7 +145,7 @@ def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
 def test_rows_of_a_cache_on_tpu(
     mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, window, softcap
 ):
-    """By what JAX says that the kernel computes: it has no interpret mode."""
+    """By JAX's account of what the kernel computes: it has no interpret mode."""
     q = random(3, width, heads, 128) * 128**-0.5
     k, v = (random(3, slots, kv_heads, 128) for _ in "kv")
     layer = kv_cache.as_layer(k, v, like=(None,))

@@ -134,7 +134,7 @@ def test_weights_that_are_no_numbers(folder, name, value):
     tensors[name] = tensors[name].astype(np.float32)
     tensors[name].flat[3] = value
     save_file(tensors, folder / "model.safetensors")
-    rule = f"{folder / 'config.json'}: {name} must hold finite numbers, got {value}"
+    rule = f"{folder / 'config.json'}: {name} must contain only finite numbers, got {value}"
     assert line_of(folder).startswith(rule)
 
 

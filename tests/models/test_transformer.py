@@ -130,9 +130,9 @@ def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
 
 @EACH_FAMILY
 def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name):
-    """Ragged rows: row b holds lens[b] prompt tokens, the rest comes in steps of 1, 3 and 1.
+    """Ragged rows: row b has lens[b] prompt tokens, the rest comes in steps of 1, 3 and 1.
 
-    So the future is not seen, stacked layers equal unstacked ones, and junk is written over.
+    So the future is not seen, stacked layers equal unstacked ones, and junk is overwritten.
     """
     config, lens, total = FAMILIES[name], np.array([2, 5, 1, 4], np.int32), 10
     params, tokens = _params(config), _tokens(4, total)
@@ -154,8 +154,8 @@ def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name)
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_packed_trie_gives_what_its_rows_give(mesh, name):
-    """A prefix of 5 tokens that goes on in two ways, each longer than the window. The slots of the
-    second start far from the prefix, its positions do not."""
+    """A prefix of 5 tokens that continues in two ways, each longer than the window. The slots of
+    the second start far from the prefix, its positions do not."""
     config = FAMILIES[name]
     params = _params(config)
     rows = np.tile(_tokens(1, 12), (2, 1))

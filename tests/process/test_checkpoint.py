@@ -188,7 +188,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 # Orbax's writing thread also lets the error through, which is raised again where it is waited for.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_written_says_so_and_loses_no_earlier_step(tmp_path):
-    """A limit on the size of files stands for whatever fails; only a full disk asks for room."""
+    """A limit on file sizes represents any failure; only a full disk asks for space."""
     noise = np.random.default_rng(0).standard_normal(300_000)  # is not made smaller by compression
     arrays = {"x": jnp.asarray(noise, jnp.float32)}
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:

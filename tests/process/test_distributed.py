@@ -34,7 +34,7 @@ def _arguments(workdir, flags=FLAGS) -> list[str]:
 
 
 def _config(flags=FLAGS, **changes):
-    """The configuration that the flags give, with fields changed."""
+    """The configuration from the flags, with fields changed."""
     config = small_config(flags, **changes)
     files.start_own_task(config, small_config(), flags.keys())
     return config
@@ -136,7 +136,7 @@ def test_a_stop_signal_to_one_process_stops_both_and_the_run_goes_on(finished, t
     workdir = tmp_path / "run"
     (code, out, _), (other, *_) = _run(tmp_path, workdir, "", "term 2", flags=PLAIN)
     assert (code, other) == (0, 0)
-    assert "SIGTERM, saved at step 2 of 4; run the same command to go on" in out
+    assert "SIGTERM, saved at step 2 of 4; run the same command to resume" in out
     again = shutil.copytree(workdir, tmp_path / "again")
     (code, out, _), _ = _run(tmp_path, workdir, "", "", flags=PLAIN)
     assert code == 0
@@ -161,7 +161,7 @@ def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("fates", [("", "oops 1"), ("oops 1", ""), ("kill 1", "")])
 def test_the_other_process_ends_too(tmp_path, fates):
-    """By the error of a collective, or by JAX's coordination service, which says why."""
+    """By the error of a collective, or by JAX's coordination service, which reports why."""
     start = time.time()
     ends = _run(tmp_path, tmp_path / "run", *fates)
     took = time.time() - max(start, (tmp_path / "run" / "metrics.jsonl").stat().st_mtime)

@@ -83,16 +83,16 @@ def test_whether_the_packages_fit(install, extra, versions, expected):
 def test_the_warning_names_the_command(install, tmp_path):
     install(jax_cuda12_plugin="0.7.2")
     assert hardware.unused("cuda", "no libraries", make(tmp_path, "dev/nvidia0")) == (
-        "warning: this machine has an NVIDIA GPU and JAX computes on the CPU: jax-cuda12-plugin is "
-        "0.7.2, jaxlib 0.10.2; pip install 'jax[cuda]==0.10.2' mends it (JAX_PLATFORMS=cpu: the "
-        "CPU is meant)"
+        "warning: this machine has an NVIDIA GPU but JAX computes on the CPU: jax-cuda12-plugin is "
+        "0.7.2, jaxlib 0.10.2; pip install 'jax[cuda]==0.10.2' fixes it (JAX_PLATFORMS=cpu: the "
+        "CPU is intended)"
     )
     install(jax_cuda12_plugin="0.10.2")
     line = hardware.unused("cuda", "no libraries", tmp_path)
-    assert "CPU: no libraries; pip install 'jax[cuda]==0.10.2' mends it" in line
+    assert "CPU: no libraries; pip install 'jax[cuda]==0.10.2' fixes it" in line
     install()
     line = hardware.unused("tpu", "")
-    assert "a TPU and JAX computes on the CPU: libtpu is not installed; pip install 'jax[" in line
+    assert "a TPU but JAX computes on the CPU: libtpu is not installed; pip install 'jax[" in line
 
 
 def test_a_container_without_its_gpus_needs_no_package(install, tmp_path):

@@ -69,7 +69,7 @@ COMMAND = f"pip install 'jax[cuda]=={jax.__version__}'"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Root of a machine with a GPU, whose user asked for no platform and has no plugin."""
+    """Root of a machine with a GPU, whose user requested no platform and has no plugin."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -110,7 +110,7 @@ def test_an_idle_accelerator_is_one_line(machine, monkeypatch, capsys, caplog):
     for _ in range(2):
         assert [device.platform for device in runtime.all_devices(machine)] == ["cpu"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"CPU: JAX's CUDA plugin is not installed; {COMMAND} mends it" in line
+    assert f"CPU: JAX's CUDA plugin is not installed; {COMMAND} fixes it" in line
     assert caplog.records == []
 
 
@@ -145,7 +145,7 @@ def test_a_plugin_of_another_version_that_is_used_is_told(machine, monkeypatch, 
     runtime.all_devices(machine)
     assert capsys.readouterr().err.splitlines() == [
         "warning: jax-cuda12-plugin is 0.10.1, jaxlib 0.10.2, which must be equal; "
-        "pip install 'jax[cuda]==0.10.2' mends it"
+        "pip install 'jax[cuda]==0.10.2' fixes it"
     ]
 
 
@@ -160,7 +160,7 @@ def test_devices_that_do_not_start_are_one_line(machine, monkeypatch):
     monkeypatch.setattr(jax, "devices", fail)
     line = small_runs.line_of(runtime.all_devices, machine)
     reason = "JAX's CUDA plugin is not installed"
-    assert line == f"JAX cannot start its devices: {reason}; {COMMAND} may mend it"
+    assert line == f"JAX cannot start its devices: {reason}; {COMMAND} may fix it"
     line = small_runs.line_of(runtime.all_devices, machine / "empty")
     assert line == "JAX cannot start its devices: Unable to load CUDA. Is it installed?"
 

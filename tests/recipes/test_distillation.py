@@ -263,7 +263,7 @@ def test_what_is_refused(teacher):
     })  # fmt: skip
     assert line_of(schema().validate, config) == (
         "distill.estimator must be full where distill.teacher is set and "
-        "algorithm.keep_sampling_mask is True (the teacher cuts none off), got 'score'"
+        "algorithm.keep_sampling_mask is True (the teacher is not truncated), got 'score'"
     )
     said = schema().without_effect(small_config(), "distill.coef")
     assert said == (

@@ -39,7 +39,7 @@ def test_each_reward_is_normalised_before_the_sum(make_mesh):
 
 
 def test_decoupled_advantages_by_another_formula():
-    """Three rewards of other weights, group by group in float64; equal rewards give exactly 0."""
+    """Three rewards with other weights, group by group in float64; equal rewards give exactly 0."""
     rewards = np.random.default_rng(8).integers(0, 3, (12, 3)).astype(np.float32)
     rewards[:4] = rewards[0]
     weights = np.array([1.0, 0.5, -2.0])

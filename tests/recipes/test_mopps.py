@@ -20,7 +20,7 @@ def test_a_posterior_by_hand():
 
 
 def test_prompts_near_the_target_are_taken_more_often():
-    """Rates 0, 1/2, 1 are known well: nearly all that is taken of 30 prompts has 1/2."""
+    """Rates 0, 1/2, 1 are well known: of 30 prompts nearly all that are chosen have 1/2."""
     encoded = encoded_set(30)
     stream = stream_of("mopps", encoded, 5, 0, candidates=6.0, decay=1.0)
     rates = np.arange(30) % 3 / 2

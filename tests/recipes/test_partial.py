@@ -1,4 +1,4 @@
-"""Partial rollouts: what goes on in the next step, under whose policy, and that none is lost."""
+"""Partial rollouts: what resumes in the next step, under whose policy, and that none is lost."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ PLANS = [
 
 
 def begin(spec, **options):
-    """The state before step 1: Q + X groups run at once, new ones from EVERY in order."""
+    """The state before step 1: Q + X groups run together, new ones from EVERY in order."""
     return make_state(PartialRollout, spec, EVERY, Q, partial=X, **options)
 
 
@@ -142,7 +142,7 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
 
 
 def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
-    """Under the ratio rule; a group that holds tokens goes on by itself."""
+    """Under the ratio rule; a group that has tokens resumes without a draft."""
     spec, (_, older), (_, weights) = lenient(0.3), ref.policy(0.2), ref.policy()
 
     def stored(prompts):
@@ -169,7 +169,7 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
 
 
 def test_what_was_not_judged_yet_is_not_rejected(mesh):
-    """Drafts that are kept whole, of rows that start, wait and go on; some are verified twice."""
+    """Drafts that are kept whole, of rows that start, wait and resume; some are verified twice."""
     spec, (_, weights) = lenient(np.inf, max_rows=8, row_buckets=3), ref.policy()
 
     def stored(prompts):
@@ -185,7 +185,7 @@ def test_what_was_not_judged_yet_is_not_rejected(mesh):
 
 
 def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
-    """Q + X groups run at once: the resumed ones and as many new ones as the step trains on."""
+    """Q + X groups run together: the resumed ones and as many new ones as the step trains on."""
     spec, (_, weights) = make_spec(), ref.policy()
     state = begin(spec, total_steps=2)
     begun = one_step(state, weights).after.prompt_ids

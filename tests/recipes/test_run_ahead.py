@@ -83,7 +83,7 @@ def spec_for(changes) -> RolloutSpec:
     ],
 )
 def test_own_rows_are_the_same_and_the_next_step_keeps_those_ahead(mesh, changes):
-    """Against rollouts of either step alone; what is started ahead is a beginning, never more."""
+    """Against rollouts of either step alone; what is started ahead is a prefix, never more."""
     spec, (_, weights) = spec_for(changes), ref.policy()
     state, step = one_run_ahead(spec, weights)
     assert step.groups.tolist() == list(range(8))

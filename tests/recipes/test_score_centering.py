@@ -177,7 +177,7 @@ def test_the_worked_example():
 
 @exact
 def test_a_head_that_has_all_the_mass_is_finite():
-    """q(z) = 0 = p(z) up to rounding, as with top-k: no outcome beside H."""
+    """q(z) = 0 = p(z) up to rounding, as with top-k: no outcome besides H."""
     with jax.enable_x64(False):
         log_p = jnp.log(jnp.array([0.1, 0.2, 0.7], jnp.float32))
         log_q = jnp.log(jnp.array([0.3, 0.3, 0.4], jnp.float32))
@@ -453,7 +453,7 @@ def test_a_resumed_run_is_the_same_run(mesh, tmp_path, monkeypatch):
     [
         ({"updates.old_logprobs": "recompute"},
          "updates.old_logprobs must be rollout or current where score_centering.top_k is > 0 "
-         "(π_old is known of the sampled token alone), got 'recompute'"),
+         "(π_old is known only for the sampled token), got 'recompute'"),
         ({"algorithm.ratio": "sequence"},
          "algorithm.ratio must be token where score_centering.top_k is > 0 (a response's ratio is "
          "not one of its tokens'), got 'sequence'"),

@@ -29,7 +29,7 @@ WAITING = {
 
 
 class StopAfter(StopRequest):
-    """A request that comes after so many steps."""
+    """A stop request that comes after this many steps."""
 
     def __init__(self, steps: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Solutions in the place of responses."""
+"""Solutions in place of responses."""
 
 import jax
 import numpy as np
@@ -80,6 +80,6 @@ def test_solutions_are_learned_where_nothing_is_right_and_a_resumed_run_is_the_s
 def test_no_solution_that_fits(mesh):
     changes = {"algorithm.solution_coef": 1.0, "rollout.response_len": 1}
     assert line_of(build, small_config(changes)) == (
-        "rollout.response_len must hold a solution, got 1: none of the 8 training prompts has one "
+        "rollout.response_len must fit a solution, got 1: none of the 8 training prompts has one "
         "that fits"
     )

@@ -98,9 +98,9 @@ def test_every_group_has_all_its_leaves_and_forks_begin_like_another(grown):
 
 
 def test_rows_that_forked_are_extended_as_one_trie(grown):
-    """Each distinct prefix of a group's rows is one token of the program, if a sequence holds them.
+    """Each distinct prefix of a group's rows is one token of the program, if a sequence fits them.
 
-    The prompts start with other tokens, so that groups share none.
+    The prompts start with other tokens, so groups share none.
     """
     groups, shared = 0, 0
     for tokens, lens, texts in grown[3]:
@@ -140,7 +140,7 @@ CHOICES = {
     ],
 )
 def test_drafts_change_no_token(mesh, grown, choice, step):
-    """Responses on the same noise are kept whole, but for the tokens that others decoded."""
+    """Responses on the same noise are kept whole, except for the tokens that others decoded."""
     _, expected, weights, _ = grown
     spec = make_spec(**PLAIN | CHOICES[choice])
     source = expected if step == 1 else host(grow(make_spec(**PLAIN), weights, 2).rollout)
@@ -181,7 +181,7 @@ END, SLOTS, LEAVES = 0, 3, 3
 
 
 def group_law(next_probs, held):
-    """{responses of a group: probability} where rows hold `held`; None: the row waits.
+    """{responses of a group: probability} if rows have the tokens `held`; None: the row waits.
 
     Segments of one token, two branches.
     """

@@ -90,8 +90,8 @@ def test_log_probs_of_minus_infinity_are_compared():
 def test_a_probability_is_of_a_token(mesh):
     config = small_config({"algorithm.objective": "dppo", "algorithm.ratio": "sequence"})
     assert line_of(schema().validate, config) == (
-        "algorithm.ratio must be token where algorithm.objective is dppo (a probability is of a "
-        "token), got 'sequence'"
+        "algorithm.ratio must be token where algorithm.objective is dppo (a probability belongs to "
+        "a token), got 'sequence'"
     )
 
 

@@ -1,14 +1,14 @@
-"""Makes the reference files beside it, with torch, transformers and accelerate alone.
+"""Makes the reference files next to it, using only torch, transformers and accelerate.
 
     python tests/references/make_references.py          # all of them
     python tests/references/make_references.py tiny     # without the real models'
-    python tests/references/make_references.py tiny NAME ...    # of these alone
+    python tests/references/make_references.py tiny NAME ...    # only these
 
 Each `tiny/NAME/` is a directory as `save_pretrained` writes it (random weights in bfloat16) plus
 `expected.npz`: tokens int32 [B, T] and the float32 logits [B, T, V] of transformers.
-`smollm2.npz` and `gemma3.npz` hold what transformers gives for SmolLM2-135M-Instruct and
+`smollm2.npz` and `gemma3.npz` contain transformers' results for SmolLM2-135M-Instruct and
 Gemma-3-270m, read by its own GGUF loader: per prompt the prompt with 40 greedy tokens (in float32),
-and some of the logits over all of it (in float64). A prompt for Gemma is longer than its window.
+and some of the logits over all of it (in float64). One prompt for Gemma exceeds its window.
 """
 
 import importlib.util

@@ -29,7 +29,7 @@ def test_the_headline_by_hand(tmp_path):
     assert figures["rollout speed-up over its first epoch"][0] == "2.00×"
     assert figures["whole-step speed-up over its first epoch"][0] == "1.33×"
     assert figures["tokens generated"][0] == "1,500"
-    assert figures["seconds of all steps, compilation too"][0] == "31"
+    assert figures["seconds of all steps, including compilation"][0] == "31"
 
 
 def test_no_speed_up_without_a_plain_first_epoch(tmp_path):
@@ -64,7 +64,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     overview = report_charts.overview_charts(one)
     metrics = report_charts.metric_charts(one)
     assert [chart["title"] for chart in overview] == [
-        "Reward", "Seconds of a step", "Tokens of the responses", "Reward against seconds",
+        "Reward", "Seconds per step", "Tokens of the responses", "Reward against seconds",
         "Reward against generated tokens",
     ]  # fmt: skip
     reward, seconds, *_ = overview
@@ -130,7 +130,7 @@ def test_the_viewer_by_hand(tmp_path):
 
 
 def episode():
-    """Three turns: a tool answers the first, a user says nothing to the second."""
+    """Three turns: a tool replies to the first, a user says nothing to the second."""
     turns = [
         {"end": 2, "reward": 0.25, "role": "tool"},
         {"end": 5, "reward": 0.0, "role": "user"},
@@ -183,7 +183,7 @@ def test_a_failure_is_one_warning(tmp_path):
     page.refresh()
     page.close()
     assert len(warnings) == 1
-    assert "training goes on: " in warnings[0]
+    assert "training continues: " in warnings[0]
     assert "\n" not in warnings[0]
     report_page.ReportWriter(tmp_path, False, warnings.append).close()
     assert list(tmp_path.iterdir()) == []
@@ -245,7 +245,7 @@ def test_the_page_by_mouse_and_keys(tmp_path):
             page.press("End", "ArrowLeft")
             assert "token 3 of 4" in page.text("#tip")
             page.press("/", "z", "z")
-            assert page.text("#group") == "No prompt has it."
+            assert page.text("#group") == "No prompt matches."
         page.open(tmp_path / "two.html")
         assert page.text(".figures tbody tr:nth-child(2) th") == "draft = previous"
         assert page.run("document.querySelectorAll('.swatches').length") == 1
@@ -262,7 +262,7 @@ def test_the_page_by_mouse_and_keys(tmp_path):
 
 
 def cells(page) -> list[bool]:
-    """Of each response that is seen: whether it is one of those asked for."""
+    """For each visible response: whether it is one of the requested ones."""
     return page.run("[...document.querySelectorAll('#group tbody td')].map(x => x.className == '')")
 
 
@@ -288,7 +288,7 @@ def test_filters_links_and_epochs(tmp_path):
         page.point("#failed")
         assert listed(page) == ["7 7>"]
         assert cells(page) == [False, False, True, False]
-        assert "1 prompts, 1 such responses" in page.text("#shown")
+        assert "1 prompts, 1 matching responses" in page.text("#shown")
         page.point("#cut")
         assert listed(page) == ["7 7>"]
         page.point("#reset")
@@ -296,7 +296,7 @@ def test_filters_links_and_epochs(tmp_path):
         assert listed(page) == ["2 1>"]
         assert sum(cells(page)) == 1
         fill(page, "fewest-turns", "4")
-        assert page.text("#group") == "No prompt has it."
+        assert page.text("#group") == "No prompt matches."
         page.point("#reset")
         fill(page, "least", "0.5")
         fill(page, "most", "0.9")

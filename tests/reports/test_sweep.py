@@ -51,7 +51,7 @@ if lenience == 2 and starts == 1:
     sys.exit("some warning\\nerror: no such data")
 if lenience == 4 and starts == 1:
     def stop(*_):
-        print("w: SIGTERM, saved at step 1 of 2; run the same command to go on\\nreport: r")
+        print("w: SIGTERM, saved at step 1 of 2; run the same command to resume\\nreport: r")
         sys.exit()
     signal.signal(signal.SIGTERM, stop)
     (workdir / "waits").touch()
@@ -97,7 +97,7 @@ def test_hyper_builds_sweeps():
 
 
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
-    """Work directories are named as those of earlier comparisons, so that these go on."""
+    """Work directories are named as in earlier comparisons, so that these resume."""
     monkeypatch.chdir(ROOT)
     plain = sweep.parse_case("PPO tree: rollout.draft=previous+tree rollout.lenience=e^0", CONFIG)
     cases = sweep.grid(
@@ -156,7 +156,7 @@ def test_a_configuration_brings_its_sweep(monkeypatch, tmp_path):
     file.write_text(head + "def get_hyper():\n  return [{'config.rollout.draft': 'tree'}]\n")
     assert sweep.config_sweep(str(file)) == [{"rollout.draft": "tree"}]
     file.write_text(head + "def get_hyper(h):\n  return {'rollout.draft': 'tree'}\n")
-    with pytest.raises(ValueError, match=r"^get_hyper of .* must give a list of dicts"):
+    with pytest.raises(ValueError, match=r"^get_hyper of .* must return a list of dicts"):
         sweep.config_sweep(str(file))
 
 
@@ -168,8 +168,8 @@ def test_a_configuration_brings_its_sweep(monkeypatch, tmp_path):
         (["--case=a: b.py c.py"], "--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got 'a: b.py"),
         (["--sweep=rollout.draft"], "--sweep must be FIELD=VALUE,VALUE,..., got 'rollout.draft'"),
         (["--sweep=a.b=1", "--sweep=a.b=2"], "--sweep must not name a field twice, got a.b, a.b"),
-        (["--sweep=a.b=1", "--seeds=x"], "--seeds must be a number >= 1 or a list as 0,1, got 'x'"),
-        (["--sweep=a.b=1", "--seeds=0"], "--seeds must be a number >= 1 or a list as 0,1, got '0'"),
+        (["--sweep=a.b=1", "--seeds=x"], "--seeds must be N >= 1 or a list like 0,1, got 'x'"),
+        (["--sweep=a.b=1", "--seeds=0"], "--seeds must be N >= 1 or a list like 0,1, got '0'"),
         (["--sweep=a.b=1", "--seed=3"], "unknown arguments: --seed=3, did you mean --seeds?"),
         (["--sweep=seed=1,2"], "seed must not be swept; give --seeds instead"),
         (["--config.seed=3"], "--config.seed must not be given; give --seeds instead"),
@@ -239,11 +239,11 @@ def test_a_failed_run_is_listed_and_the_same_command_goes_on(main, program, tmp_
     [
         ("", "done"),
         ("ended with 2: step 12: policy: loss is nan, 2 updates in a row; lower updates.learning_r"
-         "ate, now 1.0; go on from a checkpoint (0, 8) in a new --workdir; see output.txt",
+         "ate, now 1.0; resume from a checkpoint (0, 8) in a new --workdir; see output.txt",
          "diverged at step 12: policy: loss is nan, 2 updates in a row"),
         ("ended with 2: warm-up: loss is inf by step 4; lower sft.learning_rate; see o",
          "diverged at warm-up: loss is inf by step 4"),
-        ("ended with -9: it said nothing; see output.txt", "failed: it said nothing"),
+        ("ended with -9: it printed nothing; see output.txt", "failed: it printed nothing"),
         ("ended with 2: step size is information; see o", "failed: step size is information"),
         ("SIGTERM, saved at step 1 of 2", "stopped by SIGTERM, saved at step 1 of 2"),
         ("job 3: not run; see err", "failed: job 3: not run"),
@@ -269,7 +269,7 @@ def test_settings_of_every_case(monkeypatch, tmp_path):
 
 
 def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):
-    """SIGTERM reaches the run, which says that it saved; the run is not taken for finished."""
+    """SIGTERM reaches the run, which reports that it saved; the run does not count as finished."""
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG, ("rollout.lenience=4",))], [0],
                                  tmp_path / "w", [])  # fmt: skip
     training = sweep.Training(run)
@@ -311,7 +311,7 @@ def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, ca
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     assert sweep.Training(run)() == ""
     assert capsys.readouterr().err.splitlines() == [
-        f"a,seed=0: runs, all that it says is in {run.workdir / 'output.txt'}",
+        f"a,seed=0: running, with its output in {run.workdir / 'output.txt'}",
         " step epoch  reward     left",
         "  2/2     1   0.500     0:00",
     ]

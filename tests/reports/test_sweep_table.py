@@ -88,7 +88,7 @@ def test_the_table(cases, tmp_path):
     assert plain["held-out reward"] == "0.500 ± 0.100"  # 0.4 and 0.6
     assert plain["tokens to 0.5"] == "700.0 (1 of 2 runs)"
     by_epoch = _cells(text.rpartition("\n\n")[2])
-    assert by_epoch[0] == ["seconds a step", "plain", "fast"]
+    assert by_epoch[0] == ["seconds per step", "plain", "fast"]
     assert by_epoch[-1] == ["epoch 2, step", "4.000 (1.00×)", "2.000 (2.00×)"]
     for name in ("sweep.png", "epochs.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -190,7 +190,7 @@ def test_several_seeds_have_error_bars_within_the_axis(cases, tmp_path, monkeypa
     assert table.get_supxlabel() == "2 seeds, ± standard error"
     one = Series("fast", cases[1].runs[:1])
     table = drawn(tmp_path, monkeypatch, [cases[0], one])["sweep.png"]
-    label = "1 to 2 seeds, ± standard error where there are several"
+    label = "1 to 2 seeds, ± standard error if there are several"
     assert table.get_supxlabel() == label
     assert [bars.has_xerr for bars in table.axes[-1].containers] == [True, False]
 

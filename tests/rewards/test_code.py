@@ -297,7 +297,7 @@ def test_no_trick_fakes_a_pass():
     scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
     np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
     for reason in scores.reasons:  # wrong answers, or objects that tests cannot compare
-        assert not reason or "hold an object of the response, a Any; tests may" in reason
+        assert not reason or "store an object of the response, a Any; tests may" in reason
 
 
 FAULT = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
@@ -349,7 +349,7 @@ def test_tests_that_hold_an_object_are_told_what_they_may_do(pool, tests, what):
     scores = score(pool, [OBJECTS], [tests])
     assert scores.rewards == 0
     (reason,) = scores.reasons
-    assert f"hold an object of the response, {what}; tests may call its functions" in reason
+    assert f"store an object of the response, {what}; tests may call its functions" in reason
     assert reason.endswith("and catch built-in errors")
 
 

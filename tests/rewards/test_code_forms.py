@@ -1,4 +1,4 @@
-"""Forms of code and of tests: what a response and an answer hold as text."""
+"""Forms of code and tests in the text of responses and answers."""
 
 import gzip
 import importlib.resources
@@ -92,7 +92,7 @@ def test_unknown_forms_are_refused_before_the_first_step(answer, reason):
     rows = [Row("a.jsonl:1", right), Row("a.jsonl:2", {"question": "Write f", "tests": answer})]
     assert len(examples_of(config, rows[:1])) == 1
     line = line_of(examples_of, config, rows)
-    rule = "must hold tests that reward.name = format*0.5+code can read"
+    rule = "must have tests that reward.name = format*0.5+code can read"
     assert line.startswith(f"data.answer_field tests {rule}: ")
     assert reason in line
     assert line.endswith(" (a.jsonl:2)")

@@ -1,4 +1,4 @@
-"""Failures of rewards: a warning, a file and, where there is nothing else, the end of a run."""
+"""Reward failures: a warning, a file and, if there is nothing else, the end of a run."""
 
 import json
 

@@ -44,15 +44,15 @@ NO_TERMS = ["math*", "math*x", "math*nan", "0.8*math", "a:b*0.5*2", "math*1_0", 
     ("name", "reason"),
     [
         ("math+math*2", "math is named twice"),
-        *((x, f"a weight follows its function, as math*0.8, got {x}") for x in NO_TERMS),
-        ("math*1e+3", "a weight follows its function, as math*0.8, got math*1e"),
+        *((x, f"a weight follows its function: math*0.8, got {x}") for x in NO_TERMS),
+        ("math*1e+3", "a weight follows its function: math*0.8, got math*1e"),
         ("math*1e999", "a weight must be finite"),
         ("math+", "a function has no name"),
     ],
 )
 def test_a_malformed_sum_is_refused(name, reason):
     line = line_of(reward_terms, name)
-    assert line.startswith("reward.name must be FUNCTION, or a sum as math*0.8+format*0.2")
+    assert line.startswith("reward.name must be FUNCTION, or a sum like math*0.8+format*0.2")
     assert line.endswith(f"got {name!r}: {reason}")
 
 
@@ -100,7 +100,7 @@ def test_a_batch_is_scored_at_once_in_this_process():
 def test_what_a_function_of_a_batch_does_wrong_is_one_line():
     for response, reason in {
         "raise": "ConnectionError: no answer from the server",
-        "few": "it gave 1",
+        "few": "it returned 1",
     }.items():
         line = line_of(score, "exact+user_scorers:careless", [response, "x", "y"])
         rule = "must return 3 numbers for as many responses"

@@ -1,4 +1,4 @@
-"""Thoughts are no answers: what follows them is scored, by every named reward."""
+"""Thoughts are not answers: what follows them is scored, by every named reward."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ def test_tags_of_other_families():
 @pytest.mark.parametrize("text", ["<think>", "<think> </think> [THINK]", "<think> <think>"])
 def test_tags_that_are_no_pairs(text):
     rule = (
-        'reward.thought_tags must be pairs of an opening and a closing tag, as "<think> </think>"'
+        'reward.thought_tags must be pairs of an opening and a closing tag, like "<think> </think>"'
     )
     assert line_of(ThoughtTags.parse, text) == f"{rule}, got {text!r}"
 
@@ -73,7 +73,7 @@ def test_tags_that_are_no_pairs(text):
 @pytest.mark.parametrize("extract", ["</think>(.*)", r"<\/think>\s*(.*)"])
 def test_a_pattern_of_the_answer_that_asks_for_a_tag(extract):
     line = line_of(ThoughtTags.parse, "<think> </think>", extract)
-    assert line.startswith("reward.extract must not hold </think>, a tag of reward.thought_tags")
+    assert line.startswith("reward.extract must not contain </think>, a tag of reward.thought_tags")
     assert line.endswith(f'got {extract!r}; or set reward.thought_tags=""')
     assert ThoughtTags.parse("", extract) == ThoughtTags()
 

@@ -41,7 +41,7 @@ def test_block_against_a_loop():
 
 
 def test_nothing_is_accepted_after_an_impossible_token():
-    """P stays 0, whatever the policies say after it."""
+    """P stays 0, whatever follows."""
     uniforms, arguments = random_policies(200, 8, k=5)
     arguments[0][:, 4] = -np.inf
     lens = np.full(200, 8, np.int32)

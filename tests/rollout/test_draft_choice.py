@@ -25,7 +25,7 @@ CHEAP = (1e-3, 1.0)
 
 
 def requests(prompts, drafts, *, step=5, reused=()) -> Requests:
-    """Rows on fresh noise, but for those of the groups `reused`."""
+    """Rows on fresh noise, except those of the groups `reused`."""
     steps = np.full((Q, G), step)
     steps[list(reused)] = 1
     return Requests(prompts, NoiseKey(jax.random.key(ref.KEY), step, noise_steps=steps), drafts)
@@ -139,7 +139,7 @@ def test_a_run_without_costly_drafts_has_the_same_responses(tmp_path, mesh, monk
     loop.train(small_config(RUN), tmp_path / "dear")
     out = capsys.readouterr().out
     assert "drafts on reused noise cost" in out
-    assert "from now on not verified, but for 1 group in 16 (rollout.adaptive)" in out
+    assert "from now on not verified, except 1 group in 16 (rollout.adaptive)" in out
     set_seconds(monkeypatch, CHEAP)
     loop.train(small_config(RUN), tmp_path / "cheap")
     assert "from now on" not in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Thousands of rows under the match rule: drafts of every kind give the plain rollout's tokens.
 
-Programs of different width round differently, and where two candidates tie within that a draw
-flips. Rows are compared up to their first different token, after which they are others.
+Programs of different width round differently, and if two candidates tie within that a draw flips.
+Rows are compared up to their first different token, after which they diverge.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def _flips(rollout, plain) -> tuple[int, int]:
 
 
 def _near(plain, vocab):
-    """Drafts of which a good part is right: plain responses, each token lost one time in ten."""
+    """Drafts that are mostly right: plain responses, each token lost one time in ten."""
     rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens.ids)
     lost = rng.random(tokens.shape) < 0.1
     corrupted = np.where(lost, rng.integers(5, vocab, tokens.shape), tokens).astype(np.int32)

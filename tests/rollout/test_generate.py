@@ -94,7 +94,7 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
 
 
 def check_stats(spec, rollout, stats):
-    """What the lengths alone can tell: all, where rows start together and never wait."""
+    """What follows from the lengths alone: everything, if rows start together and never wait."""
     lens, prefix = np.asarray(rollout.lens), np.asarray(rollout.prefix_lens)
     # As a row starts, a token is drawn after its draft, unless the draft fills it.
     sampled = np.maximum(lens - prefix - 1, 0)
@@ -250,7 +250,7 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
 
 
 def test_a_shorter_draft_is_continued(mesh):
-    """A draft without an end, kept whole: decoding goes on after it."""
+    """A draft without an end, kept whole: decoding continues after it."""
     spec, weights = counting()
     prompts = counting_prompts()
     drafts = as_drafts(run(spec, weights, prompts)[0])

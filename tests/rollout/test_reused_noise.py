@@ -44,7 +44,7 @@ VISITS = {
 
 @pytest.mark.parametrize(("visits", "refresh", "steps"), VISITS.values(), ids=VISITS)
 def test_visits_by_hand(visits, refresh, steps):
-    """A checkpoint after each goes on alike."""
+    """A checkpoint after each one continues identically."""
     noise = ReusedNoise(visits, refresh, G)
     before = np.zeros((1, G))
     for step, rewards, expected in steps:

@@ -275,7 +275,7 @@ def test_log_probs_of_what_is_drawn(mesh, size):
 
 
 def test_columns_and_their_tokens_race_alone(mesh):
-    """Equal tokens, 128 rows of 10: the column that won tells nothing of the row in it, nor of what
+    """Equal tokens, 128 rows of 10: the winning column predicts neither the row in it, nor what
     wins at the next position."""
     seeds, position = make_seeds(20_000), jnp.zeros(20_000, jnp.int32)
     tokens, later = (draw_same(np.full(1_280, 1 / 1_280), seeds, position + i) for i in (0, 1))

@@ -116,7 +116,7 @@ def test_a_response_is_the_plain_one_up_to_its_string(make_mesh, plain, width, s
 
 
 def test_a_string_goes_on_where_a_row_is_resumed(make_mesh, plain):
-    """Rows hold the starts of their responses, cut at any token."""
+    """Rows have the starts of their responses, cut at any token."""
     _, expected = plain
     stop = StopStrings.of(STRINGS, TEXTS)
     spec = ref.match_spec(eos=(1,), slots=6, stop=stop)
@@ -168,7 +168,7 @@ def test_strings_of_a_configuration():
     assert make_stop_strings(config, tokenizer) is stop  # programs hold it: they compile once
     assert make_stop_strings(ConfigDict({"rollout": {"stop": ""}}), tokenizer) is None
     config.rollout.stop = "ab ada"
-    with pytest.raises(ValueError, match="got 'ada': no tokens go on with 'da'"):
+    with pytest.raises(ValueError, match="got 'ada': no tokens produce 'da'"):
         make_stop_strings(config, tokenizer)
 
 

@@ -118,7 +118,7 @@ BOMBS = ["while True: os.fork()", "while True:\n if os.fork() == 0: os.setsid()"
 
 
 def choose(seed: int, count: int, hangs: list[str], **names) -> list[str]:
-    """`count` answers, of which `len(hangs)` take all of their time; no kind is left out."""
+    """`count` answers, `len(hangs)` of which use up their time; no kind is left out."""
     rng = random.Random(seed)
     texts = [text for texts in KINDS.values() for text in texts]
     chosen = texts + rng.choices(texts, k=max(count - len(texts) - len(hangs), 0))

@@ -118,7 +118,7 @@ def test_reward_readable_names_more(home):
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"reward.readable must be paths that exist.*there is no"):
+    with pytest.raises(ValueError, match=r"reward.readable must be existing paths.*there is no"):
         readable.parse_readable(f"{tmp_path}:{tmp_path}/none")
     assert readable.parse_readable("") == ""
 
@@ -126,7 +126,7 @@ def test_a_path_that_is_not_there_is_refused(tmp_path):
 @needs_landlock
 @pytest.mark.parametrize("worker", [environment_process, weak_environment_worker])
 def test_the_tool_reads_nothing_of_the_user(home, monkeypatch, worker):
-    """In the program of its own as well, which reads packages."""
+    """Also in its separate program, which reads packages."""
     from specrl_jax.agents import environment_pool
 
     monkeypatch.setattr(environment_pool, "environment_process", worker)
@@ -169,7 +169,7 @@ print(json.dumps(find_readable("")))
 
 
 def test_python_below_the_home_is_readable_and_the_home_is_not(tmp_path):
-    """Prefix by prefix: one that is the home itself gives its libraries alone."""
+    """Prefix by prefix: one that is the home itself only allows its libraries."""
     for prefix in (tmp_path, tmp_path / ".pyenv/versions/3.11"):
         (prefix / "lib/python3.11/site-packages").mkdir(parents=True)
         command = [sys.executable, "-c", FIND, str(tmp_path), str(prefix)]

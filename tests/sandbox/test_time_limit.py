@@ -1,4 +1,4 @@
-"""Limits of time: CPU seconds of all that works for an answer, and a longer one for what waits."""
+"""Time limits: CPU seconds of everything that works for an answer, and a longer one for waiting."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def call(pool, codes):
-    """Failures of the first turns of as many episodes of the tool, all at once."""
+    """Failures of the first turns of as many episodes of the tool, all together."""
     episodes = pool.start([("1", "", {})] * len(codes))
     pool.submit(episodes, [f"<tool_call>{code}</tool_call>" for code in codes])
     answers = pool.collect(episodes)
@@ -81,7 +81,7 @@ def test_time_that_is_lost_from_sight_still_counts(monkeypatch):
 
 @needs_proc
 def test_steps_beside_each_other_take_no_time_of_each_other():
-    """12 at the same time, of most of their limit each, and as many programs beside them."""
+    """12 in parallel, each using most of its limit, next to as many other programs."""
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
     try:
         with EnvironmentPool("python", **LIMITS | {"timeout": 2.0}) as pool:

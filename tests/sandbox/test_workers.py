@@ -26,14 +26,14 @@ LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
-    """What holds the workers' scratch directories."""
+    """Folder with the workers' scratch directories."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     return tmp_path / "scratch"
 
 
 def test_a_function_that_is_no_scorer_is_called_by_its_name():
-    """The worker knows nothing of rewards, and gives the values that the function checks."""
+    """The worker knows nothing about rewards, and returns the values that the function checks."""
     settings = Settings("repeats:prepare", ("ab",), 30.0, 256, contained=True)
     with pool_module.CallPool(settings, 2, executes="", field="") as pool:
         results = pool.call([(0,), (2,), (-1,), ("x",), (3,)])
@@ -93,7 +93,7 @@ def test_what_answers_print_does_not_flood_the_log(capfd):
     with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
         score(pool, [f"print({i})" for i in range(20)] + [""])
     lines = capfd.readouterr().err.splitlines()
-    more = "more, which is left out from here on; call it by hand to read all"
+    more = "further output is left out from here on; call it by hand to read all"
     expected = [f"printed by a reward: {text}" for text in (0, 1, 2, 3, 4, more)]
     assert [line for line in lines if line.startswith("printed by")] == expected
 
@@ -168,7 +168,7 @@ def test_close_ends_the_workers(scratch):
 
 
 def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, scratch):
-    """Also while an answer is inside a C call that holds the interpreter lock."""
+    """Even while an answer is inside a C call that holds the interpreter lock."""
     main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it
@@ -255,7 +255,7 @@ def test_exact_extract_and_threshold():
             (
                 {"name": f"user_scorers:{name}"},
                 rf"\(response, answer, task, metadata\).*{name}': it takes \({takes}.*; call it "
-                r"from def score\(response, answer, \*\*_\), as f.*\[0\] where it takes lists$",
+                r"from def score\(response, answer, \*\*_\), as f.*\[0\] if it takes lists$",
             )
             for name, takes in (
                 ("of_another_project", "data_source"),

@@ -103,8 +103,8 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
         log.restore(3)
         (tmp_path / "metrics.jsonl").write_text("")
         log.restore(3)
-    assert "ends at step 1, the checkpoint is of step 3" in caplog.text
-    assert "metrics.jsonl is empty, the checkpoint is of step 3" in caplog.text
+    assert "ends at step 1, the checkpoint is from step 3" in caplog.text
+    assert "metrics.jsonl is empty, the checkpoint is from step 3" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
     ],
 )
 def test_damage_before_the_last_line_is_named(tmp_path, line, message):
-    """A run that reads it for its report, and one that goes on with it."""
+    """A run that reads it for its report, and one that resumes with it."""
     whole = ['{"step": 1, "epoch": 1}', line, '{"step": 3, "epoch": 1}', ""]
     (tmp_path / "metrics.jsonl").write_text("\n".join(whole))
     for read in (read_metrics, open_log):

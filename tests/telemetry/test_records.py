@@ -1,4 +1,4 @@
-"""Records of responses: which prompts, what a line says, and what a resume leaves of them."""
+"""Records of responses: which prompts, the content of a line, and what a resume leaves of them."""
 
 import errno
 import json

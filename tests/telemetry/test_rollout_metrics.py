@@ -72,7 +72,7 @@ def test_rollout_by_hand():
 
 
 def test_equal_responses_of_a_group_count_once():
-    """Rows of two groups; what comes after a response's end is no part of it."""
+    """Rows of two groups; what follows a response's end is not part of it."""
     tokens = [[5, 1, 0], [5, 1, 7], [5, 5, 1], [5, 5, 1]]
     assert measure(tokens, [2, 2, 3, 2], [0] * 4)["rollout/distinct"] == (1 + 2) / 2
 
@@ -113,7 +113,7 @@ def test_copied_tokens_were_another_rows():
 
 
 def test_turns_by_hand():
-    """A tool answers two turns of the first episode; nobody those of the last one."""
+    """A tool replies to two turns of the first episode; nothing to those of the last one."""
     roles = np.array([["tool", "user", "tool", ""], ["user", "", "", ""], ["", "", "", ""]])
     values = turn_metrics(np.array([4, 2, 1]), roles)
     assert values == pytest.approx({"rollout/turns_mean": 7 / 3, "rollout/tool_calls_mean": 2 / 3})

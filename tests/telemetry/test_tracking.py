@@ -67,7 +67,7 @@ CONFIG = {"seed": 0, "data": {"name": "sums"}, "rollout": {"draft": "tree", "acc
 
 
 def test_what_wandb_is_given(tmp_path, monkeypatch):
-    """Values over a step of their own, a name of its own, the responses and the report."""
+    """Values over their own step, their own name, the responses and the report."""
     runs = fake_wandb(monkeypatch)
     folder = write_run(tmp_path / "sweep" / "a", lines=two_epochs())
     (folder / "report.html").write_text("page")
@@ -139,7 +139,7 @@ def test_a_failed_table_is_one_warning(tmp_path, monkeypatch, caplog):
         log.send_rollouts(2)
         log.send_rollouts(5)
     (record,) = caplog.records
-    assert "logging responses failed, training goes on: 'lost the service'" in record.getMessage()
+    assert "logging responses failed, training continues: 'lost the service'" in record.getMessage()
 
 
 @pytest.mark.parametrize("failure", ["missing", "init", "log"])

@@ -1,4 +1,4 @@
-"""Environments of a user's own, as the workers import them: they tell what they are given."""
+"""User-written environments, as imported by the workers: they report what they receive."""
 
 
 class Adds:

@@ -1,4 +1,4 @@
-"""What a step collects: DAPO's and SPEED's batches against all that was rolled out; kills."""
+"""What a step collects: DAPO's and SPEED's batches against everything rolled out; kills."""
 
 import dataclasses
 
@@ -139,7 +139,7 @@ def speed(request, tmp_path_factory, make_mesh):
 
 
 def _parts(seen):
-    """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
+    """{prompt_id: {first sample: (step, rewards, tokens)}} of everything rolled out."""
     entries = {}
     for step, scored in seen.rollouts:
         rewards = scored.rewards.rewards.reshape(-1, N)
@@ -199,7 +199,7 @@ def test_speeds_records_number_the_samples_of_a_prompt(speed):
 
 @pytest.mark.slow
 def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
-    """Every prompt comes again; the ratio rule keeps what the same policy would say again."""
+    """Every prompt returns; the ratio rule keeps what the same policy would sample again."""
     changes = CHANGES | SPEED | {
         "train.steps": 8, "updates.learning_rate": 0.0, "rollout.draft": "previous+tree",
         "rollout.lenience": 1.0,  # every draft is verified

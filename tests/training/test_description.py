@@ -15,7 +15,7 @@ def lines(changes, preset="grpo"):
     return list(cautions(run.config, run.rollout_spec, run.total_steps))
 
 
-ONE_TOKEN = " leaves one token at every place: the responses of a group are all alike; set it to "
+ONE_TOKEN = " leaves one token at each position, so a group's responses are identical; set it to "
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_a_ramp_that_takes_the_whole_run(mesh):
     for warmup, share in ((count, 1.0), (2 * count, 0.5)):
         (line,) = lines(rate | {ramp: warmup})
         assert line == (
-            f"updates.lr_warmup_steps = {warmup} takes all {count} updates of the policy: its "
+            f"updates.lr_warmup_steps = {warmup} covers all {count} updates of the policy: its "
             f"learning rate ends at {share * 1e-3:.3g} of 0.001; lower it"
         )
     (line,) = lines({"critic.lr_warmup_steps": 99}, "ppo")
-    assert line.startswith("critic.lr_warmup_steps = 99 takes all ")
+    assert line.startswith("critic.lr_warmup_steps = 99 covers all ")
 
 
 def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
-    """One line on a resume that is longer; none on one that goes on as planned."""
+    """One line on a longer resume; none on one that continues as planned."""
     changes = {
         "updates.lr_schedule": "linear", "updates.lr_warmup_steps": 0,
         "updates.learning_rate": 1e-3,
@@ -63,7 +63,7 @@ def test_a_longer_run_whose_rate_jumps(mesh, tmp_path, capsys):
     (line,) = re.findall("warning: the learning rate.*", capsys.readouterr().out)
     last = 1e-3 / (4 * per_step)
     assert line == (
-        f"warning: the learning rate goes from {last:.3g} in the last update to 0.0005 in the "
+        f"warning: the learning rate jumps from {last:.3g} in the last update to 0.0005 in the "
         "next, not to 0 as planned: updates.lr_schedule = linear now spans 8 steps"
     )
     steady = changes | {"updates.lr_schedule": "constant", "train.steps": 1}

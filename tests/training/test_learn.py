@@ -91,7 +91,7 @@ def test_no_token_of_an_environment_costs_reward_for_its_length():
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_batch_says_itself_that_earlier_weights_sampled_it(mesh, stale):
-    """Its metric says the opposite here, and decides nothing."""
+    """Its metric contradicts it here, and decides nothing."""
     run, params = build(small_config({"updates.old_logprobs": "recompute"}))
     state = init_state(run, params)
     with run.responder.pool:

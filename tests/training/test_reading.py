@@ -101,7 +101,7 @@ def test_a_turn_that_the_length_cut_is_not_stepped_and_counts_as_cut():
 
 @pytest.mark.parametrize("name", ["Scores", "Replayed"])
 def test_an_episode_that_a_bound_ends_is_scored(name):
-    """Rows: cut at once, cut later, no room for an answer, the last turn of two, over by itself."""
+    """Rows: cut at first, cut later, no room for a reply, the last turn of two, finished."""
     script = [["7" * 200], ["3", "9" * 200], ["x" * 76, "done"], ["5", "6"], ["5", "done"]]
     played = own(name, script, max_turns=2)
     np.testing.assert_allclose(played.rewards, [0.5, 3.8, 0.5, 12.6, 5], rtol=1e-6)
@@ -202,7 +202,7 @@ def test_a_tool_sees_the_end_of_a_call_that_rewards_do_not():
 
 
 def test_extract_reads_answers_and_no_calls():
-    """Of the environment `python` and of an own one that says how its calls end."""
+    """For the environment `python` and for a user's own that declares how its calls end."""
     script = [["<tool_call>6 * 7</tool_call>", "It is <m>42</m>, not 41."], ["42"]]
     problems = [("42", "task", {})] * len(script)
     with EnvironmentPool("python", **LIMITS, extract="<m>(.*?)</m>") as pool:
@@ -253,12 +253,12 @@ def test_the_start_says_what_a_user_would_not_expect(capsys):
         lines[stop] = capsys.readouterr().out
     assert lines["</b>;"] == lines[";"] == ""
     line = (
-        "environment: own_environments:Calls has tools, and no text of rollout.stop ends a turn "
-        "at ;: a turn goes on after a call; set --config.rollout.stop=';'\n"
+        "environment: own_environments:Calls has tools, but no text of rollout.stop ends a turn "
+        "at ;: a turn continues after a call; set --config.rollout.stop=';'\n"
     )
     assert [lines[stop] for stop in ("", "</answer>")] == [line, line]
     assert lines["AtTheEnd"] == (
-        "environment: own_environments:AtTheEnd pays at the end of an episode and does not say "
-        "what it is worth before: one that environment.max_turns or rollout.response_len ends has "
+        "environment: own_environments:AtTheEnd pays at the end of an episode and cannot "
+        "score it earlier: one that environment.max_turns or rollout.response_len ends has "
         "no reward\n"
     )

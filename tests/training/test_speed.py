@@ -23,7 +23,7 @@ VALUES = {
 
 
 class Device:
-    """A device of this process; peak: GiB that it says."""
+    """A device of this process; peak: GiB that it reports."""
 
     process_index = 0
 

@@ -139,8 +139,8 @@ def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkey
     monkeypatch.setattr(warmup, "supervise", lambda *args: seen.append(args[2]))
     warmup.warm_up(config, None, None, tokenizer, prompts.load_examples(config))
     assert capsys.readouterr().out == (
-        "warm-up: 2 supervised steps of 8 on 1 demonstrations; 1 without a solution and 1 too long "
-        "left out\n"
+        "warm-up: 2 supervised steps of 8 on 1 demonstrations; left out: 1 without a solution and "
+        "1 too long\n"
     )
     np.testing.assert_array_equal(seen[0].tokens, [[*tokenizer.encode("3>1 2"), 1, 0, 0, 0]])
     np.testing.assert_array_equal(seen[0].prompt_lens, [2])
@@ -173,5 +173,5 @@ def test_no_shape_depends_on_the_number_of_demonstrations(mesh, monkeypatch):
 def test_no_demonstration_that_fits_is_one_line(parts):
     config, tokenizer, dataset = parts
     config.rollout.response_len = 1
-    with pytest.raises(ValueError, match=r"^rollout.response_len must hold the demo[^\n]*, got 1$"):
+    with pytest.raises(ValueError, match=r"^rollout.response_len must fit the demo[^\n]*, got 1$"):
         warmup.warm_up(config, None, None, tokenizer, dataset)

@@ -16,12 +16,12 @@ def test_a_folder_that_is_new_stays_absent(tmp_path):
 
 def test_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"run is a link to nothing; mend or remove it$"):
+    with pytest.raises(ValueError, match=r"run is a broken link; mend or remove it$"):
         check_paths(tmp_path / "run")
 
 
 def test_a_folder_that_takes_no_files_is_refused():
-    rule = r"^--workdir must be a folder that can be written, /proc cannot \(.*\); give another$"
+    rule = r"^--workdir must be a writable folder, /proc is not \(.*\); give another$"
     with pytest.raises(ValueError, match=rule):
         check_paths(pathlib.Path("/proc/run"))
 
@@ -33,7 +33,7 @@ def test_run_config_of_the_same_run_and_a_damaged_one(tmp_path):
     assert check_run_config(workdir, small_config())
     assert [p.name for p in workdir.iterdir()] == ["config.json"]
     (workdir / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
+    with pytest.raises(ValueError, match="is not a saved config; give another --workdir"):
         check_run_config(workdir, small_config())
 
 
@@ -54,13 +54,13 @@ def test_a_run_with_other_fields_is_refused(tmp_path):
     older = small_config().to_dict()
     del older["critic"]
     save_run_config(tmp_path, older)
-    message = r"of another version of specrl_jax: critic.clip came later, critic.coef came later, "
-    with pytest.raises(ValueError, match=f"{message}[^\n]*; go on with that version, or begin"):
+    message = r"from another version of specrl_jax: critic.clip was added later, critic.coef was"
+    with pytest.raises(ValueError, match=f"{message}[^\n]*; continue with that version, or start"):
         check_run_config(tmp_path, small_config())
     save_run_config(tmp_path, small_config({"updates.skip_nonfinite": 3}))
     assert check_run_config(tmp_path, small_config(), ignore=("updates",))
     newer = small_config().to_dict()
     newer["updates"]["gone"] = 1
     save_run_config(tmp_path, newer)
-    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
+    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone no longer exists"):
         check_run_config(tmp_path, small_config())

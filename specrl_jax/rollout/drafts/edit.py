@@ -1,4 +1,4 @@
-"""Drafts as a rollout gets them: without log-probs, without some rows, or up to a turn's end."""
+"""Edits of drafts: without log-probs, without some rows, or up to the end of a turn."""
 
 import dataclasses
 import functools
@@ -14,13 +14,13 @@ from specrl_jax.types import Drafts, Rollout
 
 
 def as_drafts(responses: Rollout | Drafts) -> Drafts:
-    """Return responses as drafts for the match rule, which reads ids and lengths alone."""
+    """Return responses as drafts for the match rule, which reads only ids and lengths."""
     return Drafts(responses.tokens.only(), responses.lens)
 
 
 @jax.jit
 def without_drafts(drafts: Drafts, marked: Array) -> Drafts:
-    """Return drafts [B], of length 0 in the rows that are `marked`, bool [B], on host or device."""
+    """Return drafts [B], of length 0 in `marked` rows, bool [B], on host or device."""
     return dataclasses.replace(drafts, lens=jnp.where(reshard(marked, "batch"), 0, drafts.lens))
 
 
@@ -32,13 +32,13 @@ def turn_drafts(
     eos_ids: tuple[int, ...],
     stop: StopStrings | None = None,
 ) -> Drafts:
-    """Return drafts [B], each cut at the end of the turn that its row is about to take.
+    """Return drafts [B], each cut at the end of its row's next turn.
 
-    A draft counts only if it starts with all tokens that its row holds; else its length is 0. Its
+    A draft is valid only if it starts with all tokens that its row has; else its length is 0. Its
     length includes these tokens.
 
-    holds: tokens of the rows; None: they hold nothing. done: bool [B], rows that get no draft; used
-    with `holds` alone.
+    holds: tokens of the rows; None: they have none. done: bool [B], rows that get no draft; only
+    used with `holds`.
     """
     slots = drafts.tokens.ids.shape[1]
     positions = jnp.arange(slots)[None, :]

@@ -1,14 +1,14 @@
-"""Drafts of the learned head (`models.draft_head`), from the first token of the first epoch on.
+"""Drafts of the learned head (`models.draft_head`), available from the very first token.
 
 The head guesses one token after another, from its own states instead of the policy's. A guess is
-drawn with *the noise that the policy will use* at that position. With TV the total variation of p
-and q, the policy's and the head's distributions, both draw the same token with a chance of at least
-(1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978). Independent draws agree with chance Σ p·q.
-With vocabularies that race twice (`sampling`) the chance may be slightly less. No distribution is
-stored, and the rollout is the plain one, token for token.
+drawn with *the noise that the policy will use* at that position. If TV is the total variation
+between the policy's and the head's distributions p and q, both draw the same token with probability
+at least (1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978). Independent draws agree with
+probability Σ p·q. With vocabularies that race twice (`sampling`) the former may be slightly less.
+No distribution is stored, and the rollout equals the plain one, token for token.
 
-The head's keys and values are the last layer of the cache. Slot s holds the keys and values of the
-token at position s and of the state that chose it:
+The head's keys and values are the last layer of the cache. Slot s contains those of the token at
+position s and the state that chose it:
 
     slot                p         p+1      p+2
     `propose`        h0, last   z1, d1              drafts d1, d2: a step of width 3
@@ -29,7 +29,7 @@ from specrl_jax.sharding import axes, reshard
 
 
 class HeadDrafting:
-    """Drafting by the head in a decode step, over the rollout's weights.
+    """Drafting by the head in a decode step, with the rollout's weights.
 
     sampling: of the guesses, with the policy's noise; at temperature 0 the likeliest token.
     """
@@ -38,16 +38,16 @@ class HeadDrafting:
         self.sampling = sampling
         self.model = model
         self.head = DraftHead(model.config, weights["draft_head"])
-        self.vocab = weights["draft_head"].get("vocab")  # of a head that drafts some tokens alone
+        self.vocab = weights["draft_head"].get("vocab")  # of a head that drafts only some tokens
 
     def propose(
         self, rows: Rows, start: Array, cache: KVCache, drafted: Array, counts: Array
     ) -> tuple[Array, KVCache]:
-        """Return drafts int32 [b, W] whose missing tokens are guesses, and the head's layer.
+        """Return drafts int32 [b, W] with missing tokens guessed, and the head's layer.
 
-        drafted: int32 [b, W], of which the first `counts` [b] tokens are there; nobody uses the
-        last column. start: int32 [b], slot of `rows.last`. cache: the head's layer; this call
-        writes the slots of `rows.last` and of the draft tokens that are fed.
+        drafted: int32 [b, W], of which the first `counts` [b] tokens are given; the last column is
+        unused. start: int32 [b], slot of `rows.last`. cache: the head's layer; this call writes the
+        slots of `rows.last` and of the draft tokens that are fed.
         """
         (layer,) = cache
         width = drafted.shape[1]
@@ -59,14 +59,14 @@ class HeadDrafting:
             guess = self._draw(state, rows.seeds, rows.lens[:, None] + k)
             token = jnp.where(counts[:, None] > k, drafted[:, k : k + 1], guess)
             completed.append(token)
-        if width == 1:  # wider steps that come later read the slot
+        if width == 1:  # later wider steps read the slot
             _, layer = self.head(state, self.model.lookup(token), start, layer)
         return jnp.concatenate([*completed, drafted[:, -1:]], axis=1), (layer,)
 
     def correct(self, start: Array, cache: KVCache, hidden: Array, tokens: Array) -> KVCache:
-        """Return the head's layer, in which the drafts' slots come from the policy's states.
+        """Return the head's layer with the drafts' slots recomputed from the policy's states.
 
-        hidden: [b, W, D], the policy's states. tokens: int32 [b, W], sampled in them.
+        hidden: [b, W, D], the policy's states. tokens: int32 [b, W], sampled from them.
         """
         if tokens.shape[1] == 1:
             return cache

@@ -6,7 +6,7 @@ Two kinds, which can be combined:
 - A *draft source* proposes tokens inside the jitted decode step. A proposed token is accepted if
   the policy samples the same token. So a draft source changes no response: it only saves steps.
 
-To add a draft source, write a class like `SuffixDrafts` and give it a line in `DRAFT_SOURCES`.
+To add a draft source, write a class like `SuffixDrafts` and add it to `DRAFT_SOURCES`.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Prompts
 
-# Stored responses of Q prompts, of E generations, the newest first, and G samples: tokens int32
-# [Q, E, G, R] and lens int32 [Q, E, G], 0 where there is none; the same on every device.
+# Stored responses of Q prompts, E generations (newest first) and G samples: tokens int32
+# [Q, E, G, R] and lens int32 [Q, E, G], 0 if there is none; the same on every device.
 DraftHistory = tuple[Array, Array]
 
 
@@ -36,11 +36,11 @@ class DraftSource:
     """Proposes tokens in the decode step. Hashable: fixed in the compiled programs.
 
     Its state is a pytree of arrays, made for one rollout. A subclass must define `propose`. A
-    source that reads nothing but the rows needs no state. `propose` and `observe` are traced. The
-    timed decode steps include their cost.
+    source that reads only the rows needs no state. `propose` and `observe` are traced. Timed decode
+    steps include their cost.
     """
 
-    # Generations of stored responses that `init` wants.
+    # Generations of stored responses that `init` needs.
     history: int = dataclasses.field(default=0, kw_only=True)
 
     def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> Any:
@@ -51,16 +51,16 @@ class DraftSource:
         return ()
 
     def propose(self, state: Any, rows: Rows, width: int) -> tuple[Array, Array]:
-        """Propose draft tokens int32 [b, width] that may come next, and how many of them count,
-        int32 [b].
+        """Propose draft tokens int32 [b, width] that may come next, and how many are valid, int32
+        [b].
 
-        rows: b of the rollout's rows in any order; `rows.row_ids` holds their indices. Rows and
+        rows: b of the rollout's rows in any order; `rows.row_ids` are their indices. Rows and
         results are split over the batch. A row with an index >= Q * group_size is padding.
         """
         raise NotImplementedError
 
     def observe(self, state: Any, rows: Rows, tokens: Array, counts: Array) -> Any:
-        """Return the state after a step, in which rows got the first `counts` of `tokens`.
+        """Return the state after a step in which rows got the first `counts` of `tokens`.
 
         rows: as they were before the step. tokens: int32 [b, W]. counts: int32 [b].
         """
@@ -69,7 +69,7 @@ class DraftSource:
     def sync(self, state: Any, tokens: Array, lens: Array) -> Any:
         """Return the state for all rows as they are now.
 
-        Called before a step if rows have tokens that `observe` did not get. tokens: int32
+        Called before a step if rows have tokens that `observe` did not see. tokens: int32
         [Q * group_size, >= R]. lens: int32 [Q * group_size].
         """
         return state
@@ -78,7 +78,7 @@ class DraftSource:
 def abstract_state(
     source: DraftSource, prompts: Prompts, history: tuple[int, int, int, int], group_size: int
 ) -> Any:
-    """Return the shapes of what `DraftSource.init` returns; history: those of its tokens."""
+    """Return the shapes of the result of `DraftSource.init`; history: shapes of its tokens."""
 
     def init(tokens: Array, lens: Array) -> Any:
         return source.init(prompts, (tokens, lens), group_size)
@@ -90,11 +90,11 @@ def abstract_state(
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDrafts(DraftSource):
-    """Drafts of the tokens that followed a row's last tokens in other responses to its prompt (SRT,
-    arXiv 2601.09083): stored responses, and those that its group is writing."""
+    """Drafts from the tokens that followed a row's last tokens in other responses to its prompt
+    (SRT, arXiv 2601.09083): stored ones, and those that its group is writing."""
 
     config: SuffixDraftConfig
-    decay: float = 1.0  # factor of a response's votes for each generation of its age
+    decay: float = 1.0  # factor of a response's votes per generation of its age
 
     @classmethod
     def from_config(cls, settings) -> "SuffixDrafts":
@@ -129,7 +129,7 @@ class SuffixDrafts(DraftSource):
 
 
 def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
-    """Return each row's prompt and its own source in the index, int32 [b]; of padding, any."""
+    """Return each row's prompt and its own source in the index, int32 [b]; any for padding."""
     prompts, texts = state.tokens.shape[:2]
     index = jnp.minimum(index, prompts * state.live - 1)
     return index // state.live, texts - state.live + index % state.live
@@ -137,7 +137,7 @@ def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class DraftChoice:
-    """Meaning of a choice of `rollout.draft`."""
+    """What a choice of `rollout.draft` does."""
 
     # Earlier responses are verified by `rollout.accept`.
     verifies_previous: bool = False
@@ -148,7 +148,7 @@ class DraftChoice:
 
     @property
     def proposes(self) -> bool:
-        """True where decode steps have drafts."""
+        """True if decode steps have drafts."""
         return self.make_source is not None or self.head
 
 

@@ -1,10 +1,10 @@
 """Earlier responses, kept as drafts on the device, keyed by (prompt_id, sample).
 
-In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
-that is stored of a batch's prompts, for a draft source (SRT, arXiv 2601.09083).
+In: a batch's `Rollout` and its step. Out: `Drafts` (SPEC-RL, arXiv 2509.23232), or everything
+stored for a batch's prompts, for a draft source (SRT, arXiv 2601.09083).
 
-The host alone knows each prompt's slot of the arrays, and the order in which prompts were stored.
-When all slots are taken, the prompt that was stored longest ago gives up its slot.
+Only the host knows each prompt's slot of the arrays, and the order in which prompts were stored.
+When all slots are taken, the prompt that was stored longest ago is evicted.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from specrl_jax import abstract
 from specrl_jax.sharding import axes, put, reshape, shards
 from specrl_jax.types import Drafts, Prompts, Rollout, StatePart, Tokens
 
-# N is a multiple of this. Meshes whose pieces divide it have arrays of one shape, so that a run can
-# be resumed on another of them.
+# N is a multiple of this. Meshes whose shard counts divide it have arrays of the same shape, so a
+# run can resume on any of them.
 _SLOTS = 64
 _NEVER = np.iinfo(np.int32).max
 
@@ -33,21 +33,21 @@ _NEVER = np.iinfo(np.int32).max
 class Stored:
     """Arrays of the store, split over N, or a batch's rows of them.
 
-    N prompts, G samples. Generation 0 is the newest. The newest A generations keep all that the
-    acceptance rule reads, E >= A generations keep tokens and lengths.
+    N prompts, G samples. Generation 0 is the newest. The newest A generations keep everything that
+    the acceptance rule reads, E >= A generations keep tokens and lengths.
     """
 
     tokens: Tokens  # ids [E, N, G, R], all else [A, N, G, R] and [A, N, G, R, k]
-    lens: Array  # int32 [E, N, G], 0 where nothing is stored
-    steps: Array  # int32 [E, N, G], when the response was stored
+    lens: Array  # int32 [E, N, G], 0 if nothing is stored
+    steps: Array  # int32 [E, N, G], step in which the response was stored
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreShape:
-    """Sizes of a store: prompts, and what it keeps of each."""
+    """Sizes of a store: number of prompts, and what it keeps for each."""
 
-    prompts: int  # no less than a batch has
-    samples: int  # G, responses of each prompt
+    prompts: int  # at least a batch's
+    samples: int  # G, responses per prompt
     response_slots: int  # R
     generations: int = 1  # A, responses of each sample that are drafts: `get` up to this age
     history: int = 0  # responses of each sample that `DraftStore.history` returns; 0: A
@@ -85,9 +85,9 @@ class DraftStore(StatePart):
 
     Args:
       shape: how much is kept.
-      max_age: steps after which a response is not a draft any more; 0: never.
+      max_age: steps after which a response is no longer used as a draft; 0: never.
       owner: fingerprints of the tokenizer and model that made tokens and log-probs, as
-        {"tokenizer": ..., "model": ...}; a saved store of another owner is refused.
+        {"tokenizer": ..., "model": ...}; a saved store with another owner is rejected.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class DraftStore(StatePart):
         self._max_age = max_age
         self._owner = dict(owner or {})
         self._history = shape.history or shape.generations
-        self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
+        self._slots: dict[str, int] = {}  # by prompt_id, in the order of storage
         self._arrays = shape.empty()
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
-        """Return drafts [Q * G] for the prompts' groups; zeros of length 0 where there is none.
+        """Return drafts [Q * G] for the prompts' groups; zeros of length 0 if there is none.
 
         age: 1 for the newest response, 2 for the one before (SPEC-RL's delayed reuse, an ablation),
         at most `StoreShape.generations`.
@@ -117,7 +117,7 @@ class DraftStore(StatePart):
 
     def history(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
         """Return a `DraftHistory` of the prompts' last E = `StoreShape.history` responses: tokens
-        [Q, E, G, R] and lens [Q, E, G] on every device. Zeros of length 0 where there is none."""
+        [Q, E, G, R] and lens [Q, E, G] on every device. Zeros of length 0 if there is none."""
         tokens, lens = pick_history(self._arrays, *self._find(prompts, step))
         return tokens[:, : self._history], lens[:, : self._history]
 
@@ -150,14 +150,14 @@ class DraftStore(StatePart):
         }
 
     def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
-        """Take over a saved store; `arrays` are the store's own from then on.
+        """Restore a saved store; the store owns `arrays` from then on.
 
-        Raises ValueError if the saved store is of another tokenizer, model or shape.
+        Raises ValueError if the saved store has another tokenizer, model or shape.
         """
         for field, own in self._owner.items():
             if (saved := host["owner"][field]) != own:
                 raise ValueError(
-                    f"{field}.source must be the {field} whose drafts the checkpoint holds, "
+                    f"{field}.source must be the {field} of the checkpoint's drafts, "
                     f"{saved}, got {own}; set it back, or give another --workdir"
                 )
         saved = host["shape"]
@@ -175,7 +175,7 @@ class DraftStore(StatePart):
     def _find(self, prompts: Prompts, step: int) -> tuple[Array, Array]:
         """Return each prompt's slot and the earliest step whose responses are drafts, int32 [Q].
 
-        A prompt that is not stored gets slot 0, and a step after all others: it has no drafts.
+        A prompt that is not stored gets slot 0 and a step after all others: it has no drafts.
         """
         slots = np.asarray([self._slots.get(e.key, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
@@ -183,10 +183,10 @@ class DraftStore(StatePart):
         return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")
 
     def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return slots int32 [Q] for the prompts, and bool [Q], slots that were not theirs."""
+        """Return slots int32 [Q] for the prompts, and bool [Q], slots that were reassigned."""
         if len(set(names)) < len(names):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
-        # Remove the batch's own prompts first: they must not give up their slots.
+        # Remove the batch's own prompts first, so that they keep their slots.
         known = {name: self._slots.pop(name) for name in names if name in self._slots}
         used = len(self._slots) + len(known)
         slots = []
@@ -204,7 +204,7 @@ class DraftStore(StatePart):
 
 @functools.partial(jax.jit, static_argnames="age")
 def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts:
-    """Return drafts [Q * G] of generation `age`, 1 the newest; zeros for too old responses.
+    """Return drafts [Q * G] of generation `age`, 1 the newest; zeros for responses too old.
 
     slots: int32 [Q], of the prompts. oldest: int32 [Q], the earliest step whose responses are
     drafts.
@@ -224,7 +224,7 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
 
 
 def pick_inputs(stored: Stored, prompts: int) -> tuple:
-    """Return the inputs of `pick_drafts` and `pick_history` for so many prompts."""
+    """Return the inputs of `pick_drafts` and `pick_history` for this many prompts."""
     numbers = abstract.array(np.int32, (prompts,), "batch")
     return stored, numbers, numbers
 
@@ -271,13 +271,13 @@ def _layout(ndim: int) -> jax.P:
 
 
 def _whole(array: Array) -> Array:
-    """Put the array on every device."""
+    """Replicate the array on every device."""
     return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
 
 
 def _keep(array: Array, kept: Array) -> Array:
-    """Put zeros in the rows that are not kept: such a row may be another prompt's."""
+    """Zero the rows that are not kept: they may belong to another prompt."""
     # A row from another device arrives as a sum with zeros, which turns -0 into +0. Here -0 becomes
-    # +0 in every row, so that all meshes agree.
+    # +0 in every row, so all meshes agree.
     kept = kept.reshape(*kept.shape, *(1,) * (array.ndim - kept.ndim))
     return jnp.where(kept & (array != 0), array, jnp.zeros((), array.dtype))

@@ -1,20 +1,20 @@
-"""Drafts from all that is known of a prompt: SRT (arXiv 2601.09083, section 3) without a tree.
+"""Drafts from a prompt's known responses: SRT (arXiv 2601.09083, section 3) without a tree.
 
-SRT asks a tree of all substrings: where did the row's last tokens occur before, and what followed?
-Here every decode step reads the answer from the responses themselves.
+SRT queries a tree of all substrings: where did the row's last tokens occur before, and what
+followed? Here every decode step finds the answer in the responses themselves.
 
     source n   a b c d e …      own   … x b c        matched tokens by end   a b c d
     source p   b c f …                               of source n             0 1 2 0
 
-A *source* is a response to the row's prompt, its own included. `_match` counts for every position
-of every source how many tokens up to it equal the row's last ones. `_best_matches` finds the best
-positions, `_continuations` the tokens after them, and `_vote` the continuation of which most tokens
-are expected to be accepted.
+A *source* is a response to the row's prompt, including its own. For every position of every source
+`_match` counts how many tokens up to it equal the row's last ones. `_best_matches` finds the best
+positions, `_continuations` the tokens after them, and `_vote` the continuation with the most
+expected accepted tokens.
 
-Differs from the paper, for as many or more accepted tokens in the replay of test_suffix_match.py.
-A source votes with its two best positions; among equal ones the nearest counts as better. A vote
-weighs more if more of the last tokens agree beyond the first mismatch. The draft itself continues
-the row's own text.
+Differs from the paper, with at least as many accepted tokens in the replay of
+test_suffix_match.py. A source votes with its two best positions; if equal, the nearer is better. A
+vote weighs more if more of the last tokens agree beyond the first mismatch. The draft continues the
+row's own text.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from jax import Array
 
 from specrl_jax.sharding import axes, reshard
 
-BEGIN = -1  # before a response: the prompt, where every source of it matches in full
+BEGIN = -1  # before a response: the prompt, which matches in full in each of its sources
 EMPTY = -2  # not written yet
 # Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains.
 ALIGNED = 1.3  # factor of a vote for each aligned token; 1.0 is SRT
-POSITIONS = 2  # positions of each source that vote
-# Matched lengths that `_vote` tries, beside `depth`; more gain nothing.
+POSITIONS = 2  # positions per source that vote
+# Matched lengths that `_vote` tries besides `depth`; more gain nothing.
 LENGTHS = (1, 2, 3, 6, 16, 32)
 
 
@@ -45,7 +45,7 @@ class SuffixDraftConfig:
     min_prob: float  # least path probability (share of the votes) of a draft token
 
     def budget(self, matched: Array, width: int) -> Array:
-        """Return most draft tokens after `matched` equal tokens, in [0, width]; 0 after none."""
+        """Return the maximum number of draft tokens after `matched` tokens, in [0, width]."""
         tokens = jnp.floor(self.factor * matched + self.offset + 1e-6).astype(jnp.int32)
         return jnp.where(matched > 0, jnp.clip(tokens, 0, width), 0)
 
@@ -55,9 +55,9 @@ class SuffixDraftConfig:
 class SuffixIndex:
     """Known responses to Q prompts, N sources each; the same on every device."""
 
-    # int32 [Q, N, depth + R + 1]. The first `depth` columns hold BEGIN. Column depth + j holds
-    # response token j, or EMPTY if it is not written yet. Padding rows write to the last column,
-    # which is never read.
+    # int32 [Q, N, depth + R + 1]. The first `depth` columns are BEGIN. Column depth + j is response
+    # token j, or EMPTY if it is not written yet. Padding rows write to the last column, which is
+    # never read.
     tokens: Array
     weights: Array  # float32 [N], of a source's votes
     depth: int = dataclasses.field(metadata={"static": True})
@@ -91,8 +91,8 @@ def build(
 def sync(index: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
     """Write the tokens of all rows into the index's live sources.
 
-    Row i of B = Q * G is sample i % G of prompt i // G. Columns after the response slots are left
-    out.
+    Row i of B = Q * G is sample i % G of prompt i // G. Columns after the response slots are
+    ignored.
     """
     prompts = index.tokens.shape[0]
     inside = jnp.arange(index.slots)[None, :] < lens_B[:, None]
@@ -114,7 +114,7 @@ def append(
     """Write the first `counts` tokens of each row at response position `starts` of its source.
 
     All arguments are int32 and split over the batch. Rows of count 0 write nothing. Tokens beyond
-    the response slots are left out.
+    the response slots are dropped.
     """
     prompts, sources, starts, counts = (
         reshard(x, None) for x in (prompts_b, sources_b, starts_b, counts_b)
@@ -138,13 +138,13 @@ def propose(
     width: int,
     config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
-    """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
+    """Draft up to `width` tokens for rows with `lens` tokens, recorded in their own sources.
 
     prompts, sources, lens: int32 [b], split over the batch, in any order. config: its depth is at
     most the index's. Returns drafts int32 [b, width] (0 after their ends) and their lengths int32
     [b].
     """
-    # Rows do not depend on each other, and every device has the whole index: no communication.
+    # Rows are independent, and every device has the whole index: no communication.
     row = axes("batch")
     whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), index)
     return jax.shard_map(
@@ -171,15 +171,15 @@ def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) ->
     """Return a key for each position, int32 [b, N, R]: the better the match, the larger; -1: none.
 
     own: the row's last tokens, newest first. Column i is the position after response token i - 1. A
-    position counts only if it has a token: so the row's own newest position is out. A key packs
+    position counts only if it has a token, so the row's own newest position does not. A key packs
     three numbers, so that one maximum finds all of them: tokens matched without a gap, tokens
-    matched at all, and the distance of the column from the row's length.
+    matched in all, and the distance of the column from the row's length.
     """
     depth = own_bD.shape[1]
     slots = index.slots
     run = jnp.ones((*text_bNC.shape[:2], slots), bool)
     matched = aligned = jnp.zeros(run.shape, jnp.int32)
-    # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is ever in memory.
+    # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is materialized.
     for t in range(depth):
         start = index.depth - 1 - t
         equal = text_bNC[:, :, start : start + slots] == own_bD[:, t][:, None, None]
@@ -215,7 +215,7 @@ def _best_matches(
 
 
 def _fold(keys_bNR: Array) -> Array:
-    """Return maxima over up to 8 positions that lie far apart, in one vectorised pass."""
+    """Return maxima over up to 8 positions that are far apart, in one vectorised pass."""
     slots = keys_bNR.shape[2]
     folds = min(8, max(1, slots // 16))
     part = -(-slots // folds)
@@ -230,7 +230,7 @@ def _continuations(
 ) -> Array:
     """Return the `width` tokens after each position, int32 [b, P, W], EMPTY after a source's end.
 
-    The row's own text does not end: the draft itself continues it. So the draft of a row that
+    The row's own text has no end: the draft itself continues it. So the draft of a row that
     repeats itself repeats too (`a b c a b c` and a match of `c` continue `a b c a b c …`).
     """
     candidates = jnp.arange(positions_bP.shape[1], dtype=jnp.int32) % index.tokens.shape[1]
@@ -252,7 +252,7 @@ def _vote(
     candidates: int,
     config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
-    """Return the draft of which most tokens are expected to be accepted: tokens [b, W], lens [b].
+    """Return the draft with the most expected accepted tokens: tokens [b, W], lens [b].
 
     The first `candidates` of the P continuations may become the draft; all P vote. For a matched
     length m, the voters are the continuations that match at least m tokens. A candidate's path
@@ -290,7 +290,7 @@ def _vote(
 
 
 def _agreed(tokens_bPW: Array, candidates: int) -> Array:
-    """Count the first tokens that voter p and candidate a have in common, int32 [b, P, A]."""
+    """Count the tokens that voter p and candidate a share from the start, int32 [b, P, A]."""
     tokens = jnp.swapaxes(tokens_bPW, 1, 2)
     run = True
     agreed = 0

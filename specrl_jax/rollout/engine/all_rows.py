@@ -1,4 +1,4 @@
-"""All rows of a rollout: their start, the lengths of their drafts, and their end as a `Rollout`."""
+"""All rows of a rollout: their start, their draft lengths, and their conversion to a `Rollout`."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source, Tokens
 
 
 class RowStarts(NamedTuple):
-    """Starts of B rows, on the host."""
+    """Initial values of B rows, on the host."""
 
     noise_steps: np.ndarray  # uint32 [B]
     ids: np.ndarray  # uint32 [B, 2], of the rows' prompts
     prompt_lens: np.ndarray  # int32 [B]
     last: np.ndarray  # int32 [B], the last token of the prompt
-    max_lens: np.ndarray  # int32 [B], where the response ends at the latest
+    max_lens: np.ndarray  # int32 [B], maximum lengths of the responses
     done: np.ndarray  # bool [B]
     background: np.ndarray  # bool [B]
 
@@ -55,14 +55,14 @@ class RowStarts(NamedTuple):
 
     @classmethod
     def blank(cls, spec: RolloutSpec, num_rows: int) -> "RowStarts":
-        """Return starts of rows whose prompts are blank."""
+        """Return the initial values of rows with blank prompts."""
         prompts = Prompts.blank(num_rows // spec.group_size, spec.prompt_slots)
         return cls.of(spec, Requests(prompts, NoiseKey(None, 0)))
 
 
 @functools.partial(jax.jit, static_argnames="purpose")
 def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -> Rows:
-    """Start rows that hold only their prompts. The call puts the host's arrays on the device."""
+    """Start rows with only their prompts. The call puts the host's arrays on the device."""
     group_size = spec.group_size
     ids = reshard(starts.ids, "batch", None)
     noise_steps, prompt_lens, last, max_lens, done, background = (
@@ -146,7 +146,7 @@ def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> Array:
 def empty_batch(
     spec: RolloutSpec, all_rows: Rows, *, size: int, slots: int
 ) -> tuple[KVCache, Rows]:
-    """Return a cache of `size` x `slots`, and `size` rows of padding."""
+    """Return a cache of `size` x `slots`, and `size` padding rows."""
     none = jnp.full(size, -1, jnp.int32)
     cache = init_cache(spec.model, size, slots, spec.draft_head is not None)
     return cache, gather(all_rows, reshard(none, "batch"))
@@ -168,7 +168,7 @@ def read_rollout(
     held: Rollout | None,
     step: Array,
 ) -> Rollout:
-    """Return all rows as a rollout of `step`. held: what rows started with."""
+    """Return all rows as a rollout of `step`. held: tokens that rows started with."""
     slots = spec.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
@@ -219,14 +219,14 @@ def _accepted_probs(spec: RolloutSpec, tokens: Tokens, drafts: Drafts | None, ro
     old = logprobs_of_ids(stored.top_ids, stored.top_logprobs, tokens.top_ids, tokens.top_logprobs)
     positions = jnp.arange(now.shape[1])[None, :]
     lens = spec.accept.cut(uniforms(rows.accept_seeds, jnp.zeros_like(drafts.lens)), drafts.lens)
-    # Up to the token after the accepted ones, which took the place of one that was rejected.
+    # Up to the token after the accepted ones, which replaced a rejected one.
     verified = (positions <= rows.prefix_lens[:, None]) & (positions < lens[:, None])
     accepted = spec.accept.accepted_probs(now, outcomes(old))
     return jnp.where(verified[..., None], accepted, 0.0)
 
 
 def read_inputs(spec: RolloutSpec, all_rows: Rows, drafts: Drafts | None) -> tuple:
-    """Return the inputs of `read_rollout` for rows that started with nothing."""
+    """Return the inputs of `read_rollout` for rows that started without tokens."""
     return spec, all_rows, drafts, None, jax.ShapeDtypeStruct((), np.int32)
 
 

@@ -1,9 +1,9 @@
-"""Shapes of a rollout's programs. They follow from the configuration alone.
+"""Shapes of a rollout's programs, which follow from the configuration alone.
 
 Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
-and a mesh that cuts the batch in 2, on a CPU. The sizes are (64, 32, 16, 8), and the widths
+and a mesh that splits the batch in 2, on a CPU. The sizes are (64, 32, 16, 8), the widths
 (1, 2, 4). The cache has 8 + 32 + 3 slots. Packed sequences have 2 · (8 + 32) slots, and a chunk has
-3 of them on each shard; where it is computed in windows they are one sequence.
+3 of them on each shard; if it is computed in windows, they are one sequence.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.transformer import used_param_count
 from specrl_jax.sharding import chunk_tokens, platform
 
-# Draft tokens of a row that are decided together.
+# Draft tokens of a row that are verified together.
 VERIFY_WIDTH = 32
-WINDOW_VERIFY_WIDTH = 16  # where windows are computed: what is behind a rejection costs
-# Slots of a shard that `prefill` computes at once, where needed; elsewhere whole chunks.
+WINDOW_VERIFY_WIDTH = 16  # with windows: slots behind a rejection are wasted work
+# Slots of a shard per window of `prefill`, with windows; otherwise whole chunks.
 WINDOW_SLOTS = {"cpu": 64}
-# Parameters from which windows pay: a slot of a smaller policy costs less than to ask for it.
+# Parameters from which windows pay off: a slot of a smaller policy costs less than requesting it.
 WINDOW_PARAMS = 2**22
-# Slots of the sequences in which short texts are computed, where whole chunks are.
+# Slots of the sequences for short texts, when whole chunks are computed.
 SHORT_SLOTS = 512
-# Tokens of a row that `append` computes at once.
+# Tokens of a row that `append` computes at a time.
 FEED_WIDTH = {"cpu": 4}
 FEED_WIDTH_ELSEWHERE = 128
 # Bytes of a block's logits, and of its rows' keys and values.
@@ -40,8 +40,8 @@ class TextShape(NamedTuple):
     """Shape of packed texts."""
 
     slots: int  # of a sequence
-    sequences: int  # of a chunk, on each shard
-    chunks: int  # most that the rows of a batch need
+    sequences: int  # per chunk, on each shard
+    chunks: int  # maximum that the rows of a batch need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Buckets:
     batch_size: int  # slots of the largest batch, a multiple of `shards`
     prompt_slots: int  # P
     response_slots: int  # R
-    row_buckets: int  # number of batch sizes, each half the last
+    row_buckets: int  # number of batch sizes, each half the previous
     shards: int = 1  # of the batch
     max_width: int = 1  # of a decode step
-    turns: bool = False  # whether rows go on after their environment has answered
+    turns: bool = False  # whether rows continue after their environment has replied
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes in slots, descending, each half the last: multiples of `shards`."""
+        """Batch sizes in slots, descending, each half the previous: multiples of `shards`."""
         own = (-(-self.batch_size // 2**i // self.shards) for i in range(self.row_buckets))
         return tuple(sorted({max(n, 1) * self.shards for n in own}, reverse=True))
 
@@ -92,9 +92,9 @@ class Buckets:
 
     @property
     def text_shapes(self) -> tuple["TextShape", ...]:
-        """Shapes of packed texts, a program of `prefill` each; any text fits in the first.
+        """Shapes of packed texts, each a program of `prefill`; any text fits in the first.
 
-        Whole chunks are mostly empty where only prompts start: the second is for short texts.
+        Whole chunks are mostly empty when only prompts start: the second is for short texts.
         """
         shapes = [TextShape(self.sequence_slots, self.chunk_sequences, self.chunks)]
         short = round_slots(SHORT_SLOTS)
@@ -104,17 +104,17 @@ class Buckets:
 
     @functools.cached_property
     def window_slots(self) -> int:
-        """Slots that a shard computes at once; 0: a chunk's."""
+        """Slots that a shard computes at a time; 0: a whole chunk."""
         return min(WINDOW_SLOTS[platform()], self.sequence_slots) if self._windows else 0
 
     @functools.cached_property
     def _pair_slots(self) -> int:
-        """Slots of two of the longest rows."""
+        """Slots of two rows of maximum length."""
         return round_slots(2 * (self.prompt_slots + self.response_slots))
 
     @functools.cached_property
     def _chunk_pairs(self) -> int:
-        """Pairs of the longest rows that a chunk has room for on each shard."""
+        """Pairs of maximum-length rows that fit in a chunk on each shard."""
         pairs = max(chunk_tokens() // self._pair_slots, 1)
         return min(pairs, self.sizes[0] // self.shards)
 
@@ -134,18 +134,18 @@ class Buckets:
 
     @property
     def chunks(self) -> int:
-        """Most chunks that the rows of a batch need: a pair's slots hold at least one row."""
+        """Most chunks that the rows of a batch need: a pair's slots contain at least one row."""
         return -(-self.sizes[0] // self.shards // self._chunk_pairs)
 
     @property
     def verify_width(self) -> int:
-        """Draft tokens of a row that are decided together."""
+        """Draft tokens of a row that are verified together."""
         width = WINDOW_VERIFY_WIDTH if self._windows else VERIFY_WIDTH
         return min(width, self.response_slots)
 
     @property
     def append_width(self) -> int:
-        """Tokens of a row that `append` computes at once."""
+        """Tokens of a row that `append` computes at a time."""
         width = FEED_WIDTH.get(platform(), FEED_WIDTH_ELSEWHERE)
         return min(width, self.response_slots)
 
@@ -159,6 +159,6 @@ class Buckets:
             2 * self.cache_slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         )
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
-        # A chunk of the longest rows holds half as many rows: most blocks are full then.
+        # A chunk has room for half as many rows of maximum length: most blocks are full then.
         few = 4 * self._chunk_pairs
         return min(max(fits, 1), few, self.sizes[0] // self.shards)

@@ -1,7 +1,7 @@
 """Decode steps of a rollout.
 
-A step is the same at every width W. It feeds a row's last token, and after it W - 1 draft tokens of
-the draft source or the learned head. The hidden states give W distributions. At each position, from
+A step is the same at every width W. It feeds a row's last token, then W - 1 draft tokens from the
+draft source or the learned head. The hidden states give W distributions. At each position, from
 left to right, a token is sampled with the position's own noise. The first sampled token that
 differs from the draft token ends the step. So a draft changes no token: it only saves steps.
 
@@ -40,12 +40,12 @@ _MOST = np.int32(np.iinfo(np.int32).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """Limits at which `decode_steps` ends, unless only background rows are left; int32."""
+    """Limits at which `decode_steps` stops, unless only background rows are left; int32."""
 
     max_steps: Array
-    max_unfinished: Array  # unfinished rows of every shard, at most: the batch can be smaller
-    refill_at: Array  # [shards], unfinished rows of any one shard, at most: others can start there
-    max_left: Array  # unfinished rows but background rows, of all shards together, at most
+    max_unfinished: Array  # most unfinished rows on every shard at which a smaller batch fits
+    refill_at: Array  # [shards], most unfinished rows on any one shard at which others start
+    max_left: Array  # most unfinished rows over all shards, background rows aside
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class StopCondition:
     ) -> "StopCondition":
         """Return the condition. refill_at: int, or int [shards].
 
-        Its numbers stay on the host: a device array for each would cost half a millisecond a call.
+        Its numbers stay on the host: each device array would cost half a millisecond per call.
         """
         bounds = np.broadcast_to(refill_at, shards("batch")).astype(np.int32)
         return cls(
@@ -76,8 +76,8 @@ class Decoding(NamedTuple):
     rows: Rows
     draft_state: Any  # of `spec.draft_source`
     steps: Array  # int32
-    by_accepted: Array  # int32 [W], row steps by accepted draft tokens, 0 ... W - 1; 0 where W is 1
-    emitted_drafts: Array  # int32, accepted draft tokens that rows got
+    by_accepted: Array  # int32 [W], row steps by accepted draft tokens, 0 ... W - 1; 0 if W is 1
+    emitted_drafts: Array  # int32, accepted draft tokens that rows received
 
 
 @functools.partial(
@@ -95,13 +95,13 @@ def decode_steps(
     *,
     width: int,
 ) -> tuple[Decoding, Array]:
-    """Make steps of one width until a stop condition holds.
+    """Run steps of one width until a stop condition holds.
 
-    draft_state: state of `spec.draft_source`. Where width > 1 the draft source proposes tokens, and
+    draft_state: state of `spec.draft_source`. If width > 1 the draft source proposes tokens, and
     the draft head proposes the tokens after them. The cache needs slots for prompt, response and
     the draft tokens of a step.
 
-    Returns what they changed, and what `count_unfinished` returns.
+    Returns the changed state, and the result of `count_unfinished`.
     """
 
     def keep_going(state: Decoding) -> Array:
@@ -126,7 +126,7 @@ def decode_inputs(shapes: RolloutShapes, size: int, width: int) -> tuple:
 
 
 def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> Decoding:
-    """Make a step."""
+    """Run one step."""
     rows = state.rows
     draft_state = state.draft_state
     by_accepted = state.by_accepted
@@ -134,7 +134,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
     model = Transformer(spec.model, weights)
     cache = state.cache[: spec.model.num_layers]
     head_cache = state.cache[spec.model.num_layers :]
-    # A finished row feeds slot 0, so kernels read few of its slots. A row that waits for its
+    # A finished row feeds slot 0, so that kernels read few of its slots. A row waiting for its
     # environment keeps its position, and so its keys and values.
     gone = rows.row_ids == PADDING if spec.turns else rows.done
     start = jnp.where(gone, 0, rows.prompt_lens + rows.lens - 1)
@@ -168,14 +168,14 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
 
 
 def count_unfinished(rows: Rows) -> Array:
-    """Count unfinished rows, int32 [shards, 2] on every device: not in the background, and all."""
+    """Count unfinished rows, int32 [shards, 2] on every device: without the background, and all."""
     marked = jnp.stack([~rows.done & ~rows.background, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 
 
 def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
-    """Return the draft source's tokens int32 [b, width], and how many count, int32 [b] < width."""
+    """Return the draft source's tokens int32 [b, width], and how many are valid, [b] < width."""
     if width == 1 or spec.draft_source is None:
         nothing = jnp.zeros_like(rows.lens)
         return jnp.broadcast_to(nothing[:, None], (len(nothing), width)), nothing
@@ -193,7 +193,7 @@ def policy_at(
 
 
 def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
-    """Mark the tokens that end a turn, bool [b, T]. new: int32 [b, T], tokens that rows get."""
+    """Mark the tokens that end a turn, bool [b, T]. new: int32 [b, T], the rows' new tokens."""
     window = spec.stop_window
     if not window:
         return spec.turn_ends(new)
@@ -206,11 +206,11 @@ def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
 def append(
     spec: RolloutSpec, rows: Rows, new: Tokens, from_draft: Array, kind: Source
 ) -> tuple[Rows, Array]:
-    """Append tokens to rows that are not done, up to a turn's end or a row's longest length.
+    """Append tokens to unfinished rows, up to the end of a turn or the row's maximum length.
 
     new: [b, T]; each row gets the first `from_draft` + 1 of its columns. from_draft: int32 [b],
     draft tokens among them. kind: source of the draft tokens. Returns the rows, and how many tokens
-    each got, int32 [b].
+    each one got, int32 [b].
     """
     width = new.ids.shape[1]
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -222,14 +222,14 @@ def append(
     column = jnp.where(active, rows.lens, spec.response_slots)
 
     def write(old: Array, values: Array) -> Array:
-        if width > spec.max_width:  # more than the margin
+        if width > spec.max_width:  # exceeds the margin
             wide = jnp.pad(old, ((0, 0), (0, width), *((0, 0),) * (old.ndim - 2)))
             return write_slots(wide, values, column)[:, : old.shape[1]]
         return write_slots(old, values, column)
 
     tokens = jax.tree.map(write, rows.tokens.like(new), new)
     sources = rows.tokens.sources
-    if width > 1:  # else it stays SAMPLED
+    if width > 1:  # otherwise it stays SAMPLED
         kept = jnp.minimum(from_draft, count)
         kinds = jnp.where(offsets < kept[:, None], kind, Source.SAMPLED)
         sources = write(sources, kinds.astype(jnp.int8))

@@ -1,21 +1,20 @@
-"""`prefill` prefills rows that enter the running batch: it computes keys, values and states of a
-row's prompt, own tokens and draft, and verifies the draft.
+"""Prefill: computes keys, values and states of a row's prompt, any tokens it already has, and its
+draft, then verifies the draft.
 
-A row may hold tokens (of an earlier step or turn) and a draft. The host packs the texts of many
-rows, every distinct prefix once (`pack_texts`). One program takes the sequences chunk by chunk. It
-decides which draft tokens are accepted, samples the token after them, and writes keys and values
-into free slots of the running batch. A chunk is computed at once, or as its slots are asked for
-(`text_states.py`). `append` decides in the same way on rows that go on in their slots.
+A row may already have tokens (from an earlier step or turn) and a draft. The host packs the texts
+of many rows, every distinct prefix once (`pack_texts`). One program processes the sequences chunk
+by chunk. It decides which draft tokens are accepted, samples the token after them, and writes keys
+and values into free slots of the running batch. A chunk is computed whole, or only as far as its
+slots are needed (`text_states.py`). `append` decides in the same way for rows that keep their slot.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
     states of         c   x y z            give distributions at positions 0, 1, 2, 3
     x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
 
-A row without a draft has a draft of no tokens. Shapes follow from the configuration alone: the
-number of chunks that hold tokens, of rows that start, and of tokens of the longest draft are counts
-of loops. A rejected token needs no cleaning up: it is not counted, and a later token takes
-its slot.
+A row without a draft has an empty draft. Shapes follow from the configuration alone: the number of
+chunks with tokens, of rows that start, and of tokens of the longest draft are loop counts. A
+rejected token needs no cleanup: it is not counted, and a later token takes its slot.
 """
 
 import functools
@@ -54,9 +53,9 @@ class PrefillCounts(NamedTuple):
     """Counts of what `prefill` or `append` has computed and decided; int32 []."""
 
     computed: Array  # slots
-    filled: Array  # slots that held a token
-    known: Array  # slots of prompts and of tokens that rows held
-    read: Array  # these, and slots of draft tokens that were accepted
+    filled: Array  # slots with a token
+    known: Array  # slots of prompts and of tokens that rows already had
+    read: Array  # these, and slots of accepted draft tokens
     verified: Array  # draft tokens that the rule decided on
     accepted: Array  # draft tokens
 
@@ -77,11 +76,11 @@ def prefill(
 ) -> tuple[KVCache, Rows, TextStates | None, PrefillCounts, Array]:
     """Return the running batch with the rows of `texts` in its free slots.
 
-    all_rows: [B], with the tokens that they hold. drafts: [B], for the acceptance rule to verify; a
-    draft starts with what its row holds. None: the run has no drafts.
+    all_rows: [B], with the tokens they already have. drafts: [B], for the acceptance rule to
+    verify; a draft starts with its row's own tokens. None: the run has no drafts.
 
-    Returns the cache, the rows, the states that the next call gets as `texts.before`, counts, and
-    what `decode.count_unfinished` returns.
+    Returns the cache, the rows, the states to pass to the next call as `texts.before`, counts, and
+    the result of `decode.count_unfinished`.
     """
     texts = texts.on_mesh()
     all_slots = on_shards(_slots_free_first, rows.done, rows.row_ids, like=rows.lens)
@@ -141,7 +140,7 @@ def _start_chunk(
         model = Transformer(spec.model, weights)
         compute = functools.partial(compute_slots, model, sequences, buckets.window_slots)
         return copy_to_next_chunk(before, copied[chunk]), compute
-    # The stacked layers are scanned: this compiles fast, and costs little, as chunks are few.
+    # The stacked layers are scanned: this compiles fast and costs little, as chunks are few.
     model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
     hidden, stacked = model(
         sequences.tokens,
@@ -171,9 +170,9 @@ def _head_layers(
 
 
 def _mark(marks: Array, nodes: Array, shard_row_ids: Array, read: Array) -> Array:
-    """Mark the slots of rows' tokens: all, known ones, and those that were read; bool [m, T, 3].
+    """Mark the slots of rows' tokens: all, known and read ones; bool [m, T, 3].
 
-    nodes: int32 [b, S]. shard_row_ids: int32 [b]. read: int32 [b, 2], known tokens and those read.
+    nodes: int32 [b, S]. shard_row_ids: int32 [b]. read: int32 [b, 2], known and read tokens.
     """
     slots = marks.shape[0] * marks.shape[1]
     every = jnp.full_like(shard_row_ids, nodes.shape[1])
@@ -189,9 +188,9 @@ def _mark(marks: Array, nodes: Array, shard_row_ids: Array, read: Array) -> Arra
 def _count_slots(
     buckets: Buckets, states: TextStates, copied: Array, marks: Array, decided: Array
 ) -> PrefillCounts:
-    """Return the counts of a chunk. copied: bool [m, T], slots that nobody computed.
+    """Return the counts of a chunk. copied: bool [m, T], slots copied instead of computed.
 
-    marks: of `_mark`. decided: int32 [2], verified and accepted draft tokens.
+    marks: from `_mark`. decided: int32 [2], verified and accepted draft tokens.
     """
     computed = states.windows * (buckets.window_slots * buckets.shards)
     filled = states.known
@@ -208,7 +207,7 @@ def _count_slots(
 
 
 def prefill_inputs(shapes: RolloutShapes, text_shape: TextShape) -> tuple:
-    """Return the inputs of `prefill` for packed texts of a shape."""
+    """Return the inputs of `prefill` for packed texts of this shape."""
     spec = shapes.spec
     buckets = shapes.buckets
     cache, rows = shapes.batch(buckets.sizes[0])

@@ -1,9 +1,9 @@
 """Scheduler of one rollout: which rows start, in which bucket all decode, and for how long.
 
     waiting rows ──prefill─→ slots of the running batch: decode, compact ──→ done
-        ↑ prompts; rows that hold tokens; rows that nobody waits for
+        ↑ prompts; rows that have tokens already; background rows
 
-No decision of the scheduler changes a token of a row. `runner.py` carries the decisions out. Each
+No decision of the scheduler changes a row's tokens. `runner.py` carries the decisions out. Each
 shard of the batch has a queue of its own rows. A row never leaves its shard.
 """
 
@@ -18,7 +18,7 @@ from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.rows import Rows
 
-STEPS_BETWEEN_COUNTS = 32  # most steps until groups are counted, where enough groups end a rollout
+STEPS_BETWEEN_COUNTS = 32  # most steps between counts of groups, if enough groups end a rollout
 
 
 class Scheduler:
@@ -32,11 +32,11 @@ class Scheduler:
         self.background_queues = _queues(runner, background=True)
 
     def run(self) -> Rows:
-        """Return all rows, at their end unless the rollout may end early."""
+        """Return all rows, finished unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
             if self._admit():
-                continue  # a row may be done as it starts: another may take its slot at once
+                continue  # a row may finish as it starts: another can take its slot right away
             if not runner.unfinished_awaited.any():
                 break
             if not any(self.queues) and not any(self.background_queues):
@@ -47,7 +47,7 @@ class Scheduler:
         return runner.all_rows
 
     def _may_end(self) -> bool:
-        """Return whether enough groups are done: the others may wait for the next rollout."""
+        """Return whether enough groups are done; the others can wait for the next rollout."""
         runner = self.runner
         enough = runner.requests.enough_groups
         if not enough:
@@ -58,16 +58,16 @@ class Scheduler:
     # Rows start -----------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Let waiting rows start where enough slots are free; return whether any started.
+        """Start waiting rows when enough slots are free; return whether any started.
 
-        Enough is a quarter of a shard's slots, or as many as rows wait there. Background rows
-        start once none of the others waits, but some still run.
+        Enough is a quarter of a shard's slots, or one for each row that waits there. Background
+        rows start once no other row waits but some still run.
         """
         runner = self.runner
         queues = self.queues
         if not any(queues) and runner.unfinished_awaited.any():
             queues = self.background_queues
-        # A compacted batch admits none: it shrinks only when none waits.
+        # A compacted batch admits no rows: it shrinks only when none wait.
         if runner.size < self.buckets.sizes[0] or not any(queues):
             return False
         free = runner.size // self.buckets.shards - self._occupied()
@@ -85,14 +85,14 @@ class Scheduler:
         return True
 
     def _enough_slots(self, queues: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many rows wait on each shard, and the free slots at which they start."""
+        """Return how many rows wait on each shard, and how many free slots they need to start."""
         waiting = np.array([len(queue) for queue in queues])
         return waiting, np.minimum(waiting, self.buckets.refill)
 
     def _occupied(self) -> np.ndarray:
-        """Return how many slots of each shard cannot be given away, int [shards].
+        """Return how many slots of each shard are taken, int [shards].
 
-        Where rows wait for an environment, a subclass says otherwise.
+        A subclass overrides this if rows wait for an environment.
         """
         return self.runner.unfinished_all
 
@@ -100,13 +100,13 @@ class Scheduler:
 
     def _compact(self, counts: np.ndarray) -> None:
         """Move the rows into the smallest bucket that holds `counts` int [shards] on the shards."""
-        # Bucket by bucket: so `compact` has few programs.
+        # Bucket by bucket, which keeps the programs of `compact` few.
         size = self.buckets.size_for_shards(counts)
         while size < self.runner.size:
             self.runner.compact(self.buckets.size_below(self.runner.size))
 
     def _plan(self, stop: StopCondition) -> tuple[StepPlan, StopCondition]:
-        """Plan decode steps until the stop condition holds, or `speculation` plans again."""
+        """Plan decode steps until the stop condition holds or `speculation` plans again."""
         widths = self.buckets.widths
         if self.speculation is None:
             return StepPlan(widths[-1], max_steps=0, probe=False), stop
@@ -117,7 +117,7 @@ class Scheduler:
         return plan, stop
 
     def _record(self, plan: StepPlan, steps: int, histogram: Sequence[int]) -> None:
-        """Note the decode steps that were made; histogram: as `Runner.decode` returns it."""
+        """Record the decode steps that were run; histogram: from `Runner.decode`."""
         if self.speculation is not None:
             self.speculation.record_steps(plan, steps, histogram)
 
@@ -141,10 +141,10 @@ class Scheduler:
 
 
 def whole_groups(queue: Sequence[int], most: int, group_size: int) -> int:
-    """Return how many of the first `most` rows of a queue start, so that no group is cut.
+    """Return how many of a queue's first `most` rows to start without splitting a group.
 
-    The rows of a group that start later would compute its prompt again. A group is cut if no
-    other ends among these rows.
+    Rows of a group that start later would compute its prompt again. A group is split if no other
+    group ends among these rows.
     """
     for count in range(most, 0, -1):
         last = count == len(queue)
@@ -154,15 +154,15 @@ def whole_groups(queue: Sequence[int], most: int, group_size: int) -> int:
 
 
 def _queues(runner: Runner, *, background: bool) -> list[list[int]]:
-    """Return each shard's rows that are not done, in the order in which they start.
+    """Return each shard's unfinished rows, in the order in which they start.
 
-    background: True for the rows that nobody waits for, False for the others.
+    background: True for background rows, False for the others.
     """
     group_size = runner.spec.group_size
     rows = np.arange(len(runner.lens))
     first = runner.requests.first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group_size)
-    # Rows with drafts of like length start together, and so do a group's rows: they share a prompt.
+    # Rows with drafts of similar length start together, and so do a group's, which share a prompt.
     longest = np.repeat(runner.verify_ends.reshape(-1, group_size).max(axis=1), group_size)
     order = np.lexsort((rows, -longest, late, runner.lens == 0))
     order = order[~runner.finished[order] & (runner.background[order] == background)]

@@ -1,4 +1,4 @@
-"""Shapes of a rollout's arrays, from which those of the programs' inputs follow."""
+"""Shapes of a rollout's arrays, from which the shapes of its programs' inputs follow."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ from specrl_jax.types import Drafts
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShapes:
-    """Shapes of a rollout of `num_rows` rows, of which `awaited` are not in the background."""
+    """Shapes of a rollout of `num_rows` rows, of which `awaited` are not background rows."""
 
     spec: RolloutSpec
     weights: Params
     num_rows: int
     awaited: int
-    drafts: Drafts | None  # None: it verifies none
+    drafts: Drafts | None  # None: nothing to verify
     draft_state: Any = None  # of the draft source
 
     @functools.cached_property

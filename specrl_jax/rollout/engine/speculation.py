@@ -1,13 +1,14 @@
-"""Choice of the decode width, by the seconds of steps and running acceptance.
+"""Choice of the decode width from measured step times and observed acceptance.
 
-The choice takes in the seconds of decode steps, timed once when a run starts, and counts of
-accepted draft tokens. It gives out the width of the next decode steps. ReSpec (arXiv 2510.26475)
-and NeMo-RL (2604.26779) find such a choice necessary; DAS (2511.13841) gives the long tail the
-widest drafts. A choice is a pure function of `Speculation.host()`, so a resumed run repeats it.
+Input: the seconds of decode steps, timed once when a run starts, and counts of accepted draft
+tokens. Output: the width of the next decode steps. ReSpec (arXiv 2510.26475) and NeMo-RL
+(2604.26779) find such a choice necessary; DAS (2511.13841) gives the long tail the widest drafts. A
+choice is a pure function of `Speculation.host()`, so a resumed run repeats it.
 
 Worked example: steps of width 1, 4, 8 take 10, 15, 23 ms. A row accepts at least 1 ... 7 draft
 tokens with probability .8 .64 .51 .41 .33 .26 .21. Width 4 emits 1 + .8 + .64 + .51 = 2.95 tokens
-in 15 ms, width 8 4.16 in 23 ms: 197 and 181 tokens a second against 100 of width 1. It is width 4.
+in 15 ms, width 8 emits 4.16 in 23 ms: 197 and 181 tokens a second, against 100 at width 1. Width 4
+is chosen.
 """
 
 import dataclasses
@@ -27,44 +28,45 @@ from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import StatePart
 
-WIDTH_MARGIN = 1.15  # expected gain of a width over plain steps that is worth it
+WIDTH_MARGIN = 1.15  # minimum expected gain of a width over plain steps
 HALF_LIFE = 256  # row steps after which counts of the draft source count half
-PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
-PROBE_STEPS = 8  # steps of a probe: of a greater width, to count the tokens that it accepts
-PROBE_EVERY = 50  # one step in 50 is a step of a probe
+PRIOR_ROW_STEPS = 8  # row steps without an accepted token, as a prior for the draft source
+PROBE_STEPS = 8  # steps per probe of a greater width, to count the tokens that it accepts
+PROBE_EVERY = 50  # one step in 50 belongs to a probe
 REVIEW_STEPS = 64  # most wide steps before the width is chosen again
-TIMED_STEPS = 8  # of a timed call
-TIMED_CALLS = 3  # the fastest counts: a machine is now and then slower than itself, never faster
+TIMED_STEPS = 8  # per timed call
+TIMED_CALLS = 3  # the fastest counts: interference only slows a machine down
 
 
 class StepPlan(NamedTuple):
-    """Plan of the next decode steps."""
+    """Plan for the next decode steps."""
 
     width: int
     max_steps: int  # 0: no limit
-    probe: bool  # whether the width is tried on schedule
+    probe: bool  # whether this is a scheduled try of the width
 
 
 @dataclasses.dataclass
 class Speculation(StatePart):
-    """Choices of a run's rollouts, and the counts of draft tokens that they follow from.
+    """Width choices for a run's rollouts, and the counts of draft tokens behind them.
 
-    Methods that choose change nothing. Without seconds decoding is plain but for probes.
+    Methods that choose do not change the state. Without timings decoding is plain except for
+    probes.
     """
 
-    # Seconds of a decode step by rows and width; None: nothing is known.
+    # Seconds of a decode step by rows and width; None: not timed.
     seconds: Mapping[tuple[int, int], float] | None = None
-    # By draft token 0, 1, ...: row steps that checked the token and accepted all before it
-    # (`reached`), and row steps that accepted the token too. A missing token is not accepted. Old
+    # By draft token 0, 1, ...: row steps that checked the token after accepting all before it
+    # (`reached`), and row steps that accepted it too. A missing token counts as not accepted. Old
     # counts fade as new ones come in.
     reached: list[float] = dataclasses.field(default_factory=list)
     accepted: list[float] = dataclasses.field(default_factory=list)
-    steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
+    steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first probe is due right away
     probes: int = 0
 
     def choose_width(self, rows: int, widths: Sequence[int]) -> int:
-        """Return the width that is expected to emit most tokens a second; 1 unless that is
-        WIDTH_MARGIN times as many as plain steps emit."""
+        """Return the width expected to emit the most tokens a second; 1 unless the gain over plain
+        steps is at least WIDTH_MARGIN."""
         if self.seconds is None:
             return 1
         speeds = {
@@ -74,8 +76,8 @@ class Speculation(StatePart):
         return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
 
     def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
-        """Plan the next decode steps of so many rows: the best width, or a probe of one of the next
-        two wider ones."""
+        """Plan the next decode steps of `rows` rows: the best width, or a probe of one of the two
+        next wider ones."""
         best = self.choose_width(rows, widths)
         wider = [width for width in widths if width > best][:2]
         wait = PROBE_EVERY * PROBE_STEPS - self.steps_since_probe
@@ -111,7 +113,7 @@ class Speculation(StatePart):
         """s_1 ... s_tokens: the share of row steps that accept at least k draft tokens.
 
         The product of the chances to accept one more, as in a Kaplan-Meier estimate. A token that
-        was never checked has the chance of the token before it.
+        was never checked gets the chance of the token before it.
         """
         chance = 0.0
         shares = [1.0]
@@ -126,14 +128,14 @@ class Speculation(StatePart):
         return 1.0 + sum(self.survival(width - 1))
 
     def host(self) -> dict:
-        """Return all that choices depend on, in values that JSON keeps exactly."""
+        """Return everything that choices depend on, as values that JSON preserves exactly."""
         seconds = self.seconds
         if seconds is not None:
             seconds = [[*key, value] for key, value in sorted(seconds.items())]
         return vars(self) | {"seconds": seconds}
 
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
-        """Return a `Speculation` that goes on where `host` was taken."""
+        """Return a `Speculation` that continues from `host`."""
         seconds = host["seconds"]
         if seconds is not None:
             seconds = {(rows, width): value for rows, width, value in seconds}
@@ -141,7 +143,7 @@ class Speculation(StatePart):
 
 
 def _faded_sum(old: list[float], new: list[float], fade: float) -> list[float]:
-    """Add `new` to as many of the old counts, which fade; the others stay."""
+    """Fade the old counts and add `new` to the first of them."""
     faded = [n * fade for n in old[: len(new)]] + [0.0] * (len(new) - len(old))
     return [a + b for a, b in zip(faded, new)] + old[len(new) :]
 
@@ -153,11 +155,11 @@ def time_steps(
     sizes: Sequence[int] = (),
     widths: Sequence[int] = (),
 ) -> dict[tuple[int, int], float]:
-    """Time a decode step of such a rollout, in seconds by (rows, width), on rows that are made up.
+    """Time decode steps of such a rollout with synthetic rows; return seconds by (rows, width).
 
-    sizes, widths: those to time; none: all. The rows are half way through their responses: kernels
-    read what rows have filled. Those that end within the timed steps are computed on as rows that
-    are done.
+    sizes, widths: which ones to time; None: all. The rows are halfway through their responses, as
+    kernels read what rows have filled. Rows that end within the timed steps are still computed, as
+    finished rows are.
     """
     runner = Runner(spec, weights, requests)
     size = runner.size

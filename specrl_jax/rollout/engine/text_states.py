@@ -1,9 +1,9 @@
-"""States of packed texts, computed window by window as they are asked for.
+"""States of packed texts, computed window by window as they are needed.
 
-Where arithmetic is dear, nothing is computed that decides nothing. A chunk has one sequence on each
-shard. Its slots are computed in windows of a fixed width: those that are required, then, while a
-window has room, those that may be next. A draft is asked for piece by piece, up to the piece in
-which its row rejects. What two chunks share, a prompt above all, is copied from one to the next.
+If compute is the bottleneck, slots that decide nothing are skipped. A chunk has one sequence per
+shard. Its slots are computed in windows of a fixed width: first the required slots, then, while a
+window has room, slots that may be needed next. A draft is computed piece by piece, up to the piece
+in which its row rejects. What two chunks share, mainly prompts, is copied from one to the next.
 
     slot     0 1 2 3 4 5 6 7 8        two drafts of the prompt a b c
     token    a b c d e f g h i
@@ -27,22 +27,22 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards
 
-_LAST = np.iinfo(np.int32).max  # rank of a slot that is not asked for
+_LAST = np.iinfo(np.int32).max  # rank of a slot that is not needed
 
 
 class TextStates(NamedTuple):
-    """Results of the slots of m sequences; slots that are not known hold any finite value."""
+    """Results for the slots of m sequences; unknown slots contain any finite value."""
 
     hidden: Array  # [m, T, D], after the final norm
-    layers: tuple[Layer, ...]  # of each layer of the policy, keys and values [m, T, K, H]
+    layers: tuple[Layer, ...]  # of each policy layer, keys and values [m, T, K, H]
     known: Array  # bool [m, T]
-    windows: Array  # int32 [], windows computed of this chunk
+    windows: Array  # int32 [], windows computed in this chunk
     routing: Array | None = None  # [m, T, L, k], as in `Tokens.routing`; None: not kept
 
 
 @functools.partial(jax.jit, static_argnames="buckets")
 def blank_states(spec: RolloutSpec, buckets: Buckets) -> TextStates:
-    """Return states of a chunk of which no slot is known."""
+    """Return the states of a chunk without known slots."""
     model = spec.model
     shape = (buckets.shards, buckets.sequence_slots)
     pair = (*shape, model.num_kv_heads, model.head_dim)
@@ -67,7 +67,7 @@ def blank_states(spec: RolloutSpec, buckets: Buckets) -> TextStates:
 def copy_to_next_chunk(states: TextStates, copied: Array) -> TextStates:
     """Return the states of the next chunk.
 
-    copied: int32 [m, T], slot of the last chunk whose result each slot has too, -1: none.
+    copied: int32 [m, T], slot of the previous chunk with the same result; -1: none.
     """
 
     def copy(states: TextStates) -> TextStates:
@@ -92,9 +92,9 @@ def compute_slots(
 ) -> TextStates:
     """Return the states with all required slots known.
 
-    model: with unstacked layers. sequences: of the chunk, one on each shard. width: slots of a
-    window. nodes: int32 [b, S], slots of rows' tokens that may be computed, -1: none. required:
-    bool [b, S], those of them that must be.
+    model: with unstacked layers. sequences: of the chunk, one per shard. width: slots of a window.
+    nodes: int32 [b, S], slots of rows' tokens that may be computed, -1: none. required: bool
+    [b, S], those that must be.
     """
     slots = states.known.shape[1]
 
@@ -131,7 +131,7 @@ def compute_slots(
 def _rank(known: Array, nodes: Array, required: Array) -> Array:
     """Return int32 [1, T]: 0 for required slots, others that may be computed by their depth.
 
-    So a slot never comes before those that it sees.
+    So a slot never comes before the slots that it attends to.
     """
     slots = known.shape[1]
     order = jnp.where(required, 0, 1 + jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :])
@@ -141,7 +141,7 @@ def _rank(known: Array, nodes: Array, required: Array) -> Array:
 
 
 def _lowest(width: int, ranks: Array) -> Array:
-    """Return the slots of the lowest ranks, int32 [1, width]; T in the place of those not asked."""
+    """Return the slots of the lowest ranks, int32 [1, width]; T in place of unneeded ones."""
     slots = jnp.argsort(ranks, axis=1, stable=True)[:, :width].astype(jnp.int32)
     asked = jnp.take_along_axis(ranks, slots, axis=1) < _LAST
     return jnp.where(asked, slots, ranks.shape[1])

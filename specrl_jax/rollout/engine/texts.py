@@ -1,7 +1,7 @@
 """Texts of rows that start, packed on the host: prompts, own tokens and drafts.
 
-Every distinct prefix is in a chunk once. Where chunks are computed as their slots are asked for, a
-chunk also copies what it shares with the one before (`TextPaths`).
+A chunk stores every distinct prefix once. If chunks are computed in windows, a chunk also copies
+what it shares with the previous one (`TextPaths`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,26 +16,26 @@ from specrl_jax.sharding import reshard
 
 
 class PackedTexts(NamedTuple):
-    """Tokens of rows that start, packed; int32 arrays of NumPy but for `before`.
+    """Tokens of rows that start, packed; int32 NumPy arrays except for `before`.
 
-    Each of X shards counts its own sequences and rows. A shard's rows lie in the order of the
-    chunks that hold them; the first takes the first free slot of the running batch, and so on.
+    Each of X shards counts its own sequences and rows. A shard's rows are in the order of their
+    chunks; the first takes the first free slot of the running batch, and so on.
     """
 
     sequences: Sequences  # [M, m, T]: M chunks of m sequences
-    count: np.ndarray  # [], chunks that hold tokens: the first ones
-    blocks: np.ndarray  # [M], blocks of rows in each chunk, on the shard that has most
+    count: np.ndarray  # [], number of chunks with tokens, the first ones
+    blocks: np.ndarray  # [M], blocks of rows in each chunk, on the shard with the most
     first_row: np.ndarray  # [X, M + 1], where each chunk's rows start in `shard_row_ids`
     shard_row_ids: np.ndarray  # [X, n], among the shard's rows of the rollout
     draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
     nodes: np.ndarray  # [X, n, S], slot of each token among its chunk's m / X · T, then -1
-    # [M, m, T], slot of the chunk before, on the same shard, that has the same text up to here; -1:
-    # none. None where chunks are computed at once, and so is:
+    # [M, m, T], slot of the previous chunk, on the same shard, with the same text up to here; -1:
+    # none. None if whole chunks are computed, and then so is:
     copied: np.ndarray | None
-    before: TextStates | None  # of the last chunk of the call before
+    before: TextStates | None  # of the previous call's last chunk
 
     def on_mesh(self) -> "PackedTexts":
-        """Return them laid out over the mesh: every shard of the batch has its own."""
+        """Return them laid out over the mesh: each batch shard has its own."""
         return PackedTexts(
             sequences=Sequences(*(reshard(x, None, "batch", None) for x in self.sequences)),
             count=reshard(self.count),
@@ -50,15 +50,15 @@ class PackedTexts(NamedTuple):
 
 
 class TextPaths:
-    """Slots of texts that the last chunk of a shard has computed."""
+    """Slots of texts that a shard's previous chunk has computed."""
 
     def __init__(self):
         self.texts = TextSet()
 
     def copy_into(self, copied: np.ndarray, texts: list[np.ndarray], paths: list[np.ndarray]):
-        """Write to `copied` [T] which slots the next chunk copies; then be that chunk's.
+        """Write to `copied` [T] which slots the next chunk copies; then switch to that chunk.
 
-        texts: int32 [n] each, what surely is computed. paths: int32 [>= n] each, their slots.
+        texts: int32 [n] each, tokens that are always computed. paths: int32 [>= n] each, slots.
         """
         following = TextSet()
         for text, path in zip(texts, paths, strict=True):
@@ -89,10 +89,10 @@ class Texts(NamedTuple):
 
 
 def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ()) -> PackedTexts:
-    """Pack the rows that start, in the shape that has the fewest slots; its `before` is None.
+    """Pack the rows that start, in the shape with the fewest slots; its `before` is None.
 
-    before: for each shard, the paths in the last chunk, which this call replaces; empty: no chunk
-    copies.
+    before: the paths in each shard's previous chunk, updated by this call; empty: chunks copy
+    nothing.
     """
     longest = max(texts.lens, default=0)
     shapes = [shape for shape in buckets.text_shapes if longest <= shape.slots]
@@ -103,7 +103,7 @@ def pack_texts(buckets: Buckets, texts: Texts, before: Sequence[TextPaths] = ())
 def pack_shape(
     buckets: Buckets, shape: TextShape, texts: Texts, before: Sequence[TextPaths]
 ) -> PackedTexts:
-    """Pack the rows that start in one shape; arguments and result: as of `pack_texts`."""
+    """Pack the rows that start in one shape; arguments and result: as for `pack_texts`."""
     length, sequences, chunks = shape
     shards = len(texts.shard_row_ids)
     most = buckets.sizes[0] // shards + buckets.block_rows  # so that a block with a row is inside
@@ -129,7 +129,7 @@ def pack_shape(
             _plan_copies(copied[:, shard], before[shard], own, paths, chunk)
     in_chunks = np.diff(first_row, axis=1)
     count = int(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1)
-    # The chunks without tokens stay zeros: memory that nobody writes costs next to nothing.
+    # Chunks without tokens stay zeros: memory that is never written costs next to nothing.
     whole = Sequences(
         *(np.zeros((chunks, shards * sequences, length), np.int32) for _ in Sequences._fields)
     )

@@ -1,8 +1,8 @@
-"""Verification of drafts: which tokens rows that start, or continue, keep of their drafts.
+"""Verification of drafts: how much of their drafts rows keep when they start or continue.
 
-The states of a row's prompt, own tokens and draft are computed, or asked for piece by piece
+The states of a row's prompt, own tokens and draft are computed whole, or piece by piece as needed
 (`text_states.py`). The acceptance rule looks at the draft tokens from left to right, then decides.
-The row gets the accepted tokens and the one that is sampled after them.
+The row gets the accepted tokens and one sampled after them.
 """
 
 import dataclasses
@@ -47,15 +47,15 @@ def start_rows(
     drafts: Drafts | None,
     block: RowBlock,
 ) -> tuple[Rows, Any, Array, Array]:
-    """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
+    """Start the block's rows with the accepted tokens of their drafts and one sampled token.
 
     states: of the rows' texts; its `hidden` is [m, T, D], and `block.nodes` are slots in it.
-    compute: gives the states with more that are known, of states, nodes int32 [b, S] that may be
-    computed, -1: none, and bool [b, S], those of them that must be. verify_width: draft tokens of a
-    row that are decided together.
+    compute: maps states, nodes int32 [b, S] that may be computed (-1: none) and bool [b, S], those
+    that must be, to states with more known slots. verify_width: draft tokens of a row that are
+    verified together.
 
-    Returns the rows, the states, the known tokens of each text and all that were read int32 [b, 2],
-    and verified and accepted draft tokens, int32 [2].
+    Returns the rows, the states, the known and the read tokens of each text int32 [b, 2], and
+    verified and accepted draft tokens, int32 [2].
     """
     rows = gather(all_rows, block.shard_row_ids)
     texts = _BlockTexts(spec, model, compute, rows, block)
@@ -137,9 +137,9 @@ class _BlockTexts:
 
 
 def _fill_routing(spec: RolloutSpec, rows: Rows, routing: Array, nodes: Array) -> Array:
-    """Return `Tokens.routing` [b, C, L, k] of rows that start, where they have none from `routing`.
+    """Return `Tokens.routing` [b, C, L, k] of rows that start, filled in from `routing`.
 
-    rows: before they start: tokens that they hold keep the experts that chose them, if known.
+    rows: before they start: tokens they already have keep the experts that chose them, if known.
     routing: of `TextStates`. nodes: of `RowBlock`.
     """
     held = rows.tokens.routing
@@ -169,9 +169,9 @@ def _verify(
     draft_len: Array,
     states: Any,
 ) -> tuple[Array, Residual | None, Tokens, Any]:
-    """Return how many draft tokens the rule accepts, deciding `verify_width` at a time.
+    """Return how many draft tokens the rule accepts, verifying `verify_width` at a time.
 
-    The rule looks at a draft until it rejects a token or is at the draft's end. Then it decides.
+    The rule looks at a draft until it rejects a token or reaches the draft's end. Then it decides.
 
     stored: the drafts [b, W]; the first `draft_len` [b] tokens count. Returns the accepted tokens
     int32 [b], the residual, the columns [b, W] that rows get for accepted tokens, and the states.
@@ -204,7 +204,7 @@ def _verify(
     def step(state: tuple) -> tuple:
         first, num_kept, looked, states = state
         asked = goes_on(state)
-        # With its last token a draft needs the state after it.
+        # For its last token a draft needs the state after it.
         after = first + verify_width
         offset = jnp.where(after >= draft_len, draft_len, after - 1)
         states = texts.compute_to(states, asked | ((first == 0) & ~rows.done), offset, draft_len)
@@ -223,7 +223,7 @@ def _verify(
     shapes = jax.eval_shape(look, states, jnp.int32(0))
     looked = jax.tree.map(lambda x: zeros(x, slots), list(shapes[1:]))
     state = (jnp.int32(0), jnp.zeros_like(draft_len), looked, states)
-    # A step at least: it computes prompts.
+    # At least one step: it computes the prompts.
     state = jax.lax.while_loop(lambda x: (x[0] == 0) | jnp.any(goes_on(x)), step, state)
     _, num_kept, (reused_tokens, evidence), states = state
     accepted, residual = spec.accept.decide(draft_at(0, slots), num_kept, reused_tokens, evidence)

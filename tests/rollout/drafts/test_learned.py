@@ -1,4 +1,4 @@
-"""Drafts of the learned head: they change no token, and its cache holds what a whole pass gives."""
+"""Drafts of the learned head: they change no token, and its cache equals that of a whole pass."""
 
 import dataclasses
 

@@ -138,7 +138,7 @@ def test_trees_read_no_more_than_their_history(mesh):
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize(("generations", "history", "k", "max_age"), [(2, 2, 0, 0), (1, 3, 2, 5)])
 def test_random_operations_like_a_dictionary(make_mesh, shape, generations, history, k, max_age):
-    """Twelve prompts, ten kept, batches of eight: prompts come back, give way and grow old."""
+    """Twelve prompts, ten kept, batches of eight: prompts return, are evicted and expire."""
     with jax.set_mesh(make_mesh(*shape)):
         rng = np.random.default_rng(k)
         shelf = Shelf(10, 2, generations, history, max_age)

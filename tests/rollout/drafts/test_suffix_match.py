@@ -64,7 +64,7 @@ def drafts(index, prompts, sources, lens, width=4, config=OPEN) -> list[list[int
 
 
 def draft_of(stored, tokens, width) -> list[int]:
-    """The draft of a single row that holds `tokens`, beside stored responses."""
+    """The draft of a single row with `tokens`, besides stored responses."""
     index = make_index([stored], slots=12)
     source = len(stored)
     index = write(index, [0], [source], [0], [tokens])

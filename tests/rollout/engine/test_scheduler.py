@@ -153,8 +153,8 @@ def test_idle_rows_begin_last_and_end_with_the_others(mesh, seen, rollouts):
 
 
 def test_who_waits_by_hand():
-    """4 groups of 2 rows on 2 shards; the last group of each is background. Rows that hold
-    tokens come first, those that are done do not wait."""
+    """4 groups of 2 rows on 2 shards; the last group of each is background. Rows that have tokens
+    come first, finished ones do not wait."""
     begun = np.zeros(8, np.int32)
     begun[[1, 5]] = 3
     done = np.arange(8) == 4
@@ -169,7 +169,7 @@ def test_who_waits_by_hand():
 
 
 def test_shards_take_up_rows_on_their_own(make_mesh, rollouts):
-    """One shard has the long responses: the others go on with what waits for them."""
+    """One shard has the long responses: the others continue with what waits for them."""
     max_lens = np.where(np.arange(B) < B // 4, R, 1).astype(np.int32)
     with jax.set_mesh(make_mesh(2, 2, 1)):
         rollout, stats = run_rollout(make_spec(max_rows=16), max_lens=max_lens)

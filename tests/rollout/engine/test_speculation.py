@@ -39,7 +39,7 @@ def make_speculation(seconds, survival, row_steps=1e12, **fields) -> Speculation
 
 
 def draw(rng, chances, row_steps, width) -> np.ndarray:
-    """Histogram of accepted tokens; chances[k]: to go on after k (the last one from there on)."""
+    """Histogram of accepted tokens; chances[k]: to continue after k (the last one beyond)."""
     histogram = np.zeros(width, int)
     alive = row_steps
     for k in range(width):
@@ -120,7 +120,7 @@ def test_the_width_is_the_best_by_brute_force(relative):
 
 
 def test_probes_by_hand():
-    """One probe of 8 steps in 400, of the next two widths in turn; the first comes at once."""
+    """One probe of 8 steps in 400, of the next two widths in turn; the first is immediate."""
     chooser = Speculation(seconds_of({1: 10.0, 2: 12.0, 4: 15.0, 8: 20.0}))
     widths = (1, 2, 4, 8)
     plan = chooser.plan_steps(64, widths)
@@ -294,7 +294,7 @@ def test_seconds_by_hand(timed, monkeypatch):
 
 
 def test_what_a_rollout_ran_is_not_compiled_again(timed):
-    """Nor does timing use up what the run holds."""
+    """Nor does timing consume the run's state."""
     spec, inputs = timed
     spec = dataclasses.replace(spec, row_buckets=1)
     weights = ref.policy(model=ref.ONE_LAYER)[1]
