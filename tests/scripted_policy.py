@@ -46,7 +46,7 @@ class Script:
             self.done[row] = True
         return self.tokens, self.lens.copy(), self.done.copy()
 
-    def go_on(self, answers, over):
+    def resume(self, answers, over):
         for row, ids in answers.items():
             self._append(row, ids)
             self.done[row] = False

@@ -79,7 +79,7 @@ class Episodes:
             with self.clock.timed("time/reward"):
                 answers = self._answer(tokens, lens, ended)
             with self.clock.timed("time/rollout"):
-                self.rollout.go_on(answers, self.over)
+                self.rollout.resume(answers, self.over)
         self.responder.pool.end(self.handles)
         failed = np.array([bool(reason) for reason in self.reasons], np.bool_)
         rewards = Rewards(self.totals, failed, tuple(self.reasons))

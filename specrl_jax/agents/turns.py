@@ -1,6 +1,6 @@
 """Rollout of episodes: rows that take turns with an environment.
 
-`run` ends once enough rows have ended their turn, and `go_on` appends the environment's answers. A
+`run` ends once enough rows have ended their turn, and `resume` appends the environment's answers. A
 row keeps its slot and its keys meanwhile, so that every token of an episode is computed once. Noise
 is keyed by a token's position in the row: the order of turns and answers changes no token.
 """
@@ -60,8 +60,8 @@ class EpisodeRollout:
         tokens, lens, ended = hosts.fetch((rows.tokens.ids, rows.lens, rows.done))
         return tokens[:, : self.spec.response_slots], lens, ended
 
-    def go_on(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
-        """Append the answers, token ids by row, and let the answered rows go on.
+    def resume(self, answers: Mapping[int, Sequence[int]], over: np.ndarray) -> None:
+        """Append the answers, token ids by row, and continue the answered rows.
 
         over: bool [B], rows that have no more turns. All other rows that ended their turn wait.
         """
@@ -86,7 +86,7 @@ class EpisodeRollout:
             )
             draft_ends = jnp.where(on_device, new.lens, runner.drafts.lens)
         runner.take_over(all_rows, lens + counts, answered, draft_ends)
-        self.scheduler.go_on(rows, lens[rows] - 1, over)
+        self.scheduler.resume(rows, lens[rows] - 1, over)
 
     def result(self) -> RolloutResult:
         """Return the episodes, once all are over."""
@@ -121,7 +121,7 @@ class TurnScheduler(Scheduler):
     def run_turns(self, share: float) -> Rows:
         """Return all rows once at most a share of the running rows are within their turn.
 
-        share: [0, 1). Rows whose turn has ended keep their slots until `go_on`.
+        share: [0, 1). Rows whose turn has ended keep their slots until `resume`.
         """
         runner = self.runner
         while self._admit():
@@ -133,8 +133,8 @@ class TurnScheduler(Scheduler):
         runner.write_back()
         return runner.all_rows
 
-    def go_on(self, rows: np.ndarray, starts: np.ndarray, over: np.ndarray) -> None:
-        """Let answered rows go on; an answered row whose slot was given away starts again.
+    def resume(self, rows: np.ndarray, starts: np.ndarray, over: np.ndarray) -> None:
+        """Continue answered rows; one whose slot was given away starts again.
 
         Every other row whose turn has ended waits for its answer, or is over.
 
@@ -163,7 +163,7 @@ class TurnScheduler(Scheduler):
 def append_observations(all_rows: Rows, tokens: Array, lens: Array, answered: Array) -> Rows:
     """Append the first `lens` [B] of `tokens` [B, O] to the rows marked in `answered` bool [B].
 
-    No policy drew these tokens. The rows go on with another turn.
+    No policy drew these tokens. The rows continue with another turn.
     """
     columns = all_rows.tokens.ids.shape[1]
     positions = jnp.arange(columns)[None, :]

@@ -61,7 +61,7 @@ def play(spec, weights, share=0.0, step=1, log_lenience=0.0, **inputs):
     rollout = EpisodeRollout(spec, weights, Requests(PROMPTS, noise, **inputs))
     while not environment.over.all():
         answers = environment.answers(*rollout.run(share))
-        rollout.go_on(answers, environment.over)
+        rollout.resume(answers, environment.over)
     result = rollout.result()
     return host(result.rollout), result.draft_lens, result.stats, environment.turns
 
@@ -276,7 +276,7 @@ def play_by_law(spec, weights, strings, step=1, log_lenience=0.0, **inputs):
             if not over[row]:
                 answers[row] = answer
                 starts[row] = lens[row] + len(answer)
-        rollout.go_on(answers, over)
+        rollout.resume(answers, over)
     result = rollout.result()
     return host(result.rollout), result.stats, starts
 

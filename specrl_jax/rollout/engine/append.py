@@ -37,7 +37,7 @@ from specrl_jax.types import Drafts
 
 
 class AppendedBlock(NamedTuple):
-    """Rows that go on in their slots together: `Buckets.block_rows` of each shard, int32 [b]."""
+    """Rows that continue in their slots together: `Buckets.block_rows` of each shard, int32 [b]."""
 
     shard_row_ids: np.ndarray | Array  # among the shard's rows of the rollout; -1: none
     shard_slots: np.ndarray | Array  # of the shard's part of the batch; outside it: none
@@ -58,7 +58,7 @@ def pack_appended(
     lens: np.ndarray,
     draft_ends: np.ndarray,
 ) -> list[AppendedBlock]:
-    """Pack the rows that go on into blocks of NumPy arrays; those with most to append come first.
+    """Pack the rows that continue into blocks of NumPy arrays; longest additions first.
 
     shard_rows: rows of the rollout on each shard. row_ids: int [k], among all rows. shard_slots,
     starts, draft_ends: int [k], as in `AppendedBlock`. lens: int32 [k], response tokens of the rows
@@ -97,7 +97,7 @@ def append(
     drafts: Drafts | None,
     block: AppendedBlock,
 ) -> tuple[KVCache, Rows, PrefillCounts, Array]:
-    """Return the running batch in which the rows of `block` have gone on in their slots.
+    """Return the running batch in which the rows of `block` have continued in their slots.
 
     `append_block` alone runs the model. No shape in it depends on the size of the batch, so that it
     compiles once. Arguments and results: see `prefill`. `cache` and `rows` are donated.
@@ -128,7 +128,7 @@ def append_block(
     drafts: Drafts | None,
     block: AppendedBlock,
 ) -> tuple[KVCache, Rows, PrefillCounts]:
-    """Return the block's cache and rows once they have gone on. own: the block's cache before."""
+    """Return the block's cache and rows after they have continued. own: the block's cache before."""
     model = Transformer(spec.model, weights)
     block = block.on_mesh()
     starts = block.starts

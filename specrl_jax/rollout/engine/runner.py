@@ -1,11 +1,11 @@
 """Running batch of one rollout: its cache and rows, the programs that change them, their cost.
 
 Rows that start are written into free slots (`prefill`), all rows decode together, and the batch
-shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
+shrinks as they finish. `all_rows` has every row in order; a batch writes its rows back there
 before their slots are given away. The scheduler decides which rows start, and when what runs.
 
 Between two programs the host reads a few counts. It reads no tokens but those that it packs: the
-drafts, and the tokens that rows hold when they start.
+drafts, and the tokens that rows already have when they start.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ class Stats:
 class Runner:
     """Rows of one rollout, those of them that run, and the cost so far.
 
-    Shards hold equally many rows, B / shards consecutive ones each.
+    Shards have equally many rows, B / shards consecutive ones each.
     """
 
     def __init__(self, spec: RolloutSpec, weights: Params, requests: Requests):
@@ -135,7 +135,7 @@ class Runner:
         starts = RowStarts.of(spec, requests)
         noise = requests.noise
         self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
-        self.background = starts.background  # bool [B], rows that nobody waits for
+        self.background = starts.background  # bool [B], background rows
         self.finished = starts.done.copy()  # up to date where a rollout may end early
         # Of each row, int32 [B]: the tokens that it held when it last started or continued; the
         # position up to which its draft is verified; and how many draft tokens it was given.
@@ -166,14 +166,14 @@ class Runner:
         self.unfinished_at_write_back = 0
         self._texts: np.ndarray | None = None  # of `_join_texts`, made once rows start
         self._known_texts = TextSet()  # prompts and held tokens that `prefill` has computed
-        # Of the last chunk, where chunks are computed as they are asked for.
+        # Of the last chunk, where chunks are computed as they are needed.
         self._text_states: TextStates | None = None
         self._text_paths: list[TextPaths] = []
         if self.buckets.window_slots:
             self._text_states = blank_states(self.spec, buckets=self.buckets)
             self._text_paths = [TextPaths() for _ in range(self.buckets.shards)]
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
-        # Whether rows hold tokens that the draft source has not seen.
+        # Whether rows have tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.lens.any())
 
     # Rows start -----------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Runner:
         return counts
 
     def _synced_draft_state(self) -> Any:
-        """Return the draft source's state, which then knows all tokens that rows hold.
+        """Return the draft source's state, which then knows all tokens of the rows.
 
         The first step that drafts makes it. Plain steps do not write to it.
         """
@@ -356,9 +356,9 @@ class Runner:
     def take_over(
         self, all_rows: Rows, lens: np.ndarray, changed: np.ndarray, draft_ends: Array | None
     ) -> None:
-        """Take over rows that others have given tokens, before these rows go on.
+        """Take over rows that were given tokens elsewhere, before they continue.
 
-        lens: int32 [B], of what rows hold now. changed: bool [B], rows that got tokens. draft_ends:
+        lens: int32 [B], of what rows have now. changed: bool [B], rows that got tokens. draft_ends:
         int32 [B], on the device, the positions up to which rows have drafts; None: no drafts.
         """
         self._texts = None
