@@ -128,7 +128,7 @@ def append_block(
     drafts: Drafts | None,
     block: AppendedBlock,
 ) -> tuple[KVCache, Rows, PrefillCounts]:
-    """Return the block's cache and rows after they have continued. own: the block's cache before."""
+    """Return the block's cache and rows after they continued. own: the block's cache before."""
     model = Transformer(spec.model, weights)
     block = block.on_mesh()
     starts = block.starts
