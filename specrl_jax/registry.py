@@ -109,7 +109,7 @@ def _check_slots(module: ModuleType) -> None:
 def load(names: str) -> None:
     """Load the user's own recipes: modules, separated by commas, as in the field `recipes`.
 
-    Modules that are already loaded are reloaded. Raises a one-line ValueError if an import fails.
+    A module that is already loaded stays as it is. Raises a one-line ValueError if an import fails.
     """
     global _own
     new = [name for name in names.replace(" ", "").split(",") if name and name not in _own]

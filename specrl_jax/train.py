@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.models.transformer import Params, rollout_weights
+from specrl_jax.models.transformer import Params
 from specrl_jax.process.stop import StopRequest
 from specrl_jax.responses import mean_by_function
-from specrl_jax.rollout.draft_choice import time_verification
 from specrl_jax.rollout.engine.speculation import time_steps
 from specrl_jax.rollout.sampling import NoiseKey, Purpose
-from specrl_jax.sharding import move
+from specrl_jax.rollout.verification import time_verification
 from specrl_jax.training.collect import next_requests
 from specrl_jax.training.evaluate import evaluate, group_rewards
 from specrl_jax.training.hooks import Hooks
@@ -89,11 +88,9 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     if not run.held_out:
         return
     with log.clock.timed("time/eval"):
-        weights = move(
-            rollout_weights(run.model, state.policy_weights(run.model)), run.rollout_mesh
-        )
+        weights = state.rollout_weights(run, draft_head=False)
         noise = NoiseKey(state.rollout.key, state.step, Purpose.EVALUATE)
-        answered = state.batches.call(
+        answered = state.batches.on_rollout_mesh(
             evaluate, run.eval_spec, weights, run.held_out, noise, run.responder
         )
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
@@ -127,12 +124,14 @@ def train(
 
 def time_rollouts(run: Run, state: RunState) -> None:
     """Time decode steps of each width, and verification, if rollouts choose by them."""
-    timers = {"speculation": time_steps, "draft_choice": time_verification}
-    for name, timer in timers.items():
-        choice = getattr(state.rollout, name)
+    rollout = state.rollout
+    for choice, timer in (
+        (rollout.speculation, time_steps),
+        (rollout.verification, time_verification),
+    ):
         if choice is not None and choice.seconds is None:
             weights = state.rollout_weights(run)
-            choice.seconds = state.batches.call(_time, timer, run, state.rollout, weights)
+            choice.seconds = state.batches.on_rollout_mesh(_time, timer, run, rollout, weights)
 
 
 def _time(timer: Callable, run: Run, state: RolloutState, weights: Params) -> Any:

@@ -22,7 +22,7 @@ from specrl_jax.rollout import sampling
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Ratio
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
+from specrl_jax.rollout.engine.all_rows import RowStarts, init_rows
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey, Purpose, SamplingConfig
@@ -164,7 +164,7 @@ def with_lenience(spec, log_lenience):
 def start(spec, prompts, noise, **requested):
     """All rows of a rollout, before any has started."""
     starts = RowStarts.of(spec, Requests(prompts, noise, **requested))
-    return start_rows(spec, int(noise.purpose), noise.key, starts)
+    return init_rows(spec, int(noise.purpose), noise.key, starts)
 
 
 def run(spec, weights, prompts, step=0, **options):

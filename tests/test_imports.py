@@ -83,7 +83,7 @@ ALLOWED = {
     },
     "text": {"inputs", "models/gguf"},
     "rollout/generate": {"hosts", "models", "rollout", "types"},
-    "rollout/draft_choice": {"hosts", "models", "rollout", "sharding", "types"},
+    "rollout/verification": {"hosts", "models", "rollout", "sharding", "types"},
     "agents": {
         "abstract", "hosts", "inputs", "models", "responses", "rewards", "rollout", "sandbox",
         "sharding", "telemetry/metrics", "text", "types",

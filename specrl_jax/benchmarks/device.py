@@ -38,7 +38,7 @@ from specrl_jax.models.kernels import choose_kernels
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.engine.all_rows import RowStarts, start_rows
+from specrl_jax.rollout.engine.all_rows import RowStarts, init_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
@@ -337,7 +337,7 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
 
     def rows_half_way() -> Rows:
         starts = RowStarts.of(spec, Requests(prompts, noise))
-        rows = start_rows(spec, int(noise.purpose), noise.key, starts)
+        rows = init_rows(spec, int(noise.purpose), noise.key, starts)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = rows_half_way()

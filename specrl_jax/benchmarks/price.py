@@ -31,13 +31,13 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_shape
 from specrl_jax.models.transformer import used_param_count
 from specrl_jax.reports.runs import RecordedRun, read_run
-from specrl_jax.rollout.draft_choice import time_verification
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.speculation import StepPlan, time_steps
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.rollout.verification import time_verification
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.text.tokenizer import load_tokenizer

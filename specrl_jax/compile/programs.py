@@ -32,10 +32,10 @@ from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_history, pick_inputs
 from specrl_jax.rollout.engine.all_rows import (
     empty_batch,
+    init_inputs,
+    init_rows,
     read_inputs,
     read_rollout,
-    start_inputs,
-    start_rows,
 )
 from specrl_jax.rollout.engine.append import (
     append_block,
@@ -171,8 +171,8 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     shapes = run.evaluation
     spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
-    inputs = start_inputs(spec, Purpose.EVALUATE, run.key, shapes.num_rows)
-    yield _program(f"{prefix}start", start_rows, *inputs)
+    inputs = init_inputs(spec, Purpose.EVALUATE, run.key, shapes.num_rows)
+    yield _program(f"{prefix}start", init_rows, *inputs)
     yield _program(
         f"{prefix}empty batch", empty_batch, spec, shapes.all_rows,
         size=shapes.buckets.sizes[0], slots=shapes.buckets.cache_slots,

@@ -100,7 +100,7 @@ class RolloutsAhead(BatchSource, StatePart):
             self._receive(record)
         return self._waiting.popleft()
 
-    def call(self, function: Callable, *args: Any) -> Any:
+    def on_rollout_mesh(self, function: Callable, *args: Any) -> Any:
         return self._begin(function, *args)()
 
     def settle(self, record: Record) -> None:

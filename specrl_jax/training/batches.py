@@ -55,7 +55,7 @@ class BatchSource(contextlib.AbstractContextManager):
         record(collected, rollouts)
         return collected
 
-    def call(self, function: Callable, *args: Any) -> Any:
+    def on_rollout_mesh(self, function: Callable, *args: Any) -> Any:
         """Return `function(*args)`, called on the mesh of rollouts after all pending work."""
         return function(*args)
 

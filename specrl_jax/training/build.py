@@ -35,13 +35,13 @@ from specrl_jax.responses import Responder
 from specrl_jax.rewards.scorers import reads_answer_part, scorers_of
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
-from specrl_jax.rollout.draft_choice import DraftChoice
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.rollout.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.stop_strings import StopStrings, make_stop_strings
+from specrl_jax.rollout.verification import Verification
 from specrl_jax.sharding import move
 from specrl_jax.text.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.training.choices import (
@@ -299,7 +299,7 @@ def resume(
     if reference is not None and not saved and run.config.sft.steps:
         print("the checkpoint has no reference for the KL penalty: it is recreated", flush=True)
         _, state.reference, _ = _warm_up_policy(run, params)
-    choices = [x for x in (state.rollout.speculation, state.rollout.draft_choice) if x]
+    choices = [x for x in (state.rollout.speculation, state.rollout.verification) if x]
     if choices and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         for choice in choices:
@@ -342,7 +342,7 @@ def _new_rollout_state(run: Run) -> RolloutState:
     if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
         state.speculation = Speculation()
     if settings.adaptive and _may_skip_drafts(run):
-        state.draft_choice = DraftChoice()
+        state.verification = Verification()
     state.collector = run.collector_type(run)
     return state
 

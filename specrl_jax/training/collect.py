@@ -67,7 +67,7 @@ class Collector(StatePart):
 
     @staticmethod
     def generations(stored: int) -> int:
-        """Return how many generations `history` returns; the store keeps `stored`."""
+        """Return how many generations `history` returns, if the store has `stored`: a shape."""
         return stored
 
     # A step
@@ -153,7 +153,7 @@ def collect(run: Run, state: RolloutState, weights: Params) -> tuple[Collected, 
     clock = Stopwatch()
     spec = run.rollout_spec
     state.start_step()
-    choice = state.draft_choice
+    choice = state.verification
     if choice and (lines := choice.review()) and hosts.is_primary():
         print(*(f"step {state.step}: {line}" for line in lines), sep="\n", flush=True)
     rollouts: list[Responses] = []

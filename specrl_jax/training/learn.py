@@ -98,8 +98,8 @@ def _update_by_mini_batches(
     """
     settings = run.config.updates
     critic_only = state.step <= critic_only_steps(run.config)
-    history = []
-    mini_batches = []
+    scalars_of_updates = []
+    packed_batches = []
 
     def make_update(packed: PackedRows) -> None:
         state.policy_state, scalars = update(
@@ -111,19 +111,19 @@ def _update_by_mini_batches(
             run.frozen and run.frozen.params,
             critic_only=critic_only,
         )
-        history.append(scalars)
+        scalars_of_updates.append(scalars)
 
     # The next mini-batch is packed while the device is busy.
     for packed in pack_mini_batches(run, batch, row_ids):
-        mini_batches.append(packed)
+        packed_batches.append(packed)
         make_update(packed)
-    for packed in mini_batches * (settings.passes - 1):
+    for packed in packed_batches * (settings.passes - 1):
         make_update(packed)
-    history = drop_skipped_updates(run, state, hosts.fetch(history))
-    metrics = update_metrics(run, history, stale=stale)
-    metrics |= packing_metrics(mini_batches, batch, settings.passes)
+    made = drop_skipped_updates(run, state, hosts.fetch(scalars_of_updates))
+    metrics = update_metrics(run, made, stale=stale)
+    metrics |= packing_metrics(packed_batches, batch, settings.passes)
     if settings.skip_nonfinite:
-        metrics["update/skipped"] = len(mini_batches) * settings.passes - len(history)
+        metrics["update/skipped"] = len(packed_batches) * settings.passes - len(made)
     updates = state.updates
     last = 0.0 if critic_only else float(run.schedule(max(updates - 1, 0)))
     state.rates = (last, float(run.schedule(updates)))

@@ -21,12 +21,12 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.process.runtime import machine
 from specrl_jax.responses import Responses
-from specrl_jax.rollout.draft_choice import DraftChoice
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.reused_noise import ReusedNoise
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.rollout.verification import Verification
 from specrl_jax.sharding import move
 from specrl_jax.training.origin import Reference, RunOrigin
 from specrl_jax.training.run import Run
@@ -49,7 +49,7 @@ class RolloutState:
     step: int = 0  # steps whose rollouts are done; during a step's rollouts, its number
     epoch: int = 0  # pass over the prompts, from 1, of the first prompt of `step`
     speculation: Speculation | None = None  # if widths of decode steps are chosen
-    draft_choice: DraftChoice | None = None  # if drafts to verify are chosen
+    verification: Verification | None = None  # if drafts to verify are chosen
     collector: Any = None  # `collect.Collector`, or a recipe's
 
     def start_step(self) -> None:
@@ -131,14 +131,18 @@ class RunState:
         """Return the policy's current weights."""
         return adapted(model, self.policy_state.policy.params, self.base_params(model))
 
-    def rollout_weights(self, run: Run) -> Params:
-        """Return a copy of the current weights, with the draft head's, on the mesh of rollouts."""
+    def rollout_weights(self, run: Run, draft_head: bool = True) -> Params:
+        """Return a copy of the current weights on the mesh of rollouts.
+
+        draft_head: include its weights, if the run trains one; evaluations have no drafts.
+        """
         policy = self.policy_weights(run.model)
         weights = rollout_weights(run.model, policy)
-        if head := self.policy_state.draft_head:
+        head = self.policy_state.draft_head
+        if head and draft_head:
             vocab = run.update_spec.draft_head.vocab
-            draft_head = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
-            weights |= {"draft_head": draft_head}
+            copy = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
+            weights |= {"draft_head": copy}
         return move(weights, run.rollout_mesh)
 
     def arrays(self) -> dict[str, Any]:

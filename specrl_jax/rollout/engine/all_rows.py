@@ -61,7 +61,7 @@ class RowStarts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="purpose")
-def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -> Rows:
+def init_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -> Rows:
     """Start rows with only their prompts. The call puts the host's arrays on the device."""
     group_size = spec.group_size
     ids = reshard(starts.ids, "batch", None)
@@ -103,8 +103,8 @@ def start_rows(spec: RolloutSpec, purpose: int, key: Array, starts: RowStarts) -
     )
 
 
-def start_inputs(spec: RolloutSpec, purpose: Purpose, key: Any, num_rows: int) -> tuple:
-    """Return the inputs of `start_rows`."""
+def init_inputs(spec: RolloutSpec, purpose: Purpose, key: Any, num_rows: int) -> tuple:
+    """Return the inputs of `init_rows`."""
     return spec, int(purpose), key, abstract.on_host(RowStarts.blank(spec, num_rows))
 
 
@@ -112,7 +112,7 @@ def abstract_rows(spec: RolloutSpec, num_rows: int) -> Rows:
     """Return the shapes of all rows."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     starts = RowStarts.blank(spec, num_rows)
-    return abstract.result(lambda key: start_rows(spec, 0, key, starts), key)
+    return abstract.result(lambda key: init_rows(spec, 0, key, starts), key)
 
 
 @jax.jit

@@ -3,7 +3,7 @@
 A row whose turn has ended keeps its slot and its keys. `append` computes the environment's answer
 and the draft of the next turn, a window of `append_width` tokens at a time, and attends to the
 row's own keys. So every token of an episode is computed once. Then the row starts as in `prefill`
-(`start_rows`).
+(`verify_and_sample`).
 
     slot            0 1 2 | 3 4 | 5 6 | 7 8        prompt_len = 3
     tokens          a b c | x y | o p | d e        a turn, the answer, a draft
@@ -29,7 +29,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import count_unfinished
 from specrl_jax.rollout.engine.prefill import PrefillCounts
 from specrl_jax.rollout.engine.shapes import RolloutShapes
-from specrl_jax.rollout.engine.verify import RowBlock, start_rows
+from specrl_jax.rollout.engine.verify import RowBlock, verify_and_sample
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
 from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
@@ -137,7 +137,7 @@ def append_block(
     nodes = on_shards(_nodes_in_slots, texts, like=texts)
     row_block = RowBlock(block.shard_row_ids, block.shard_slots, block.draft_ends, nodes)
     states, compute = _start_block(spec, weights, buckets, own, old_rows, texts, starts)
-    new_rows, states, read, decided = start_rows(
+    new_rows, states, read, decided = verify_and_sample(
         spec, buckets.verify_width, model, compute, states, all_rows, drafts, row_block
     )
     width = states.windows * buckets.append_width
@@ -222,7 +222,7 @@ def _start_block(
     texts: Array,
     starts: Array,
 ) -> tuple[AppendedStates, Callable]:
-    """Return a block's states, and the function that appends more windows, see `start_rows`.
+    """Return a block's states, and the function that appends more windows, see `verify_and_sample`.
 
     Nobody reads the slots that a window writes after a row's last token. texts: int32 [b, S], of
     the responses. starts: int32 [b].

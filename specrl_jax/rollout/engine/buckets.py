@@ -102,6 +102,11 @@ class Buckets:
             shapes.append(TextShape(short, 1, self.sizes[0] // self.shards))
         return tuple(shapes)
 
+    @property
+    def groups_start_whole(self) -> bool:
+        """Whether rows of a group start together: later ones would compute the prompt again."""
+        return len(self.text_shapes) > 1
+
     @functools.cached_property
     def window_slots(self) -> int:
         """Slots that a shard computes at a time; 0: a whole chunk."""

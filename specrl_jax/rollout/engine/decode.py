@@ -150,7 +150,7 @@ def _step(spec: RolloutSpec, weights: Params, width: int, state: Decoding) -> De
     policy = policy_at(spec, rows, rows.lens, model, hidden)
     sampled = dataclasses.replace(policy.sample(), routing=routing)
     accepted = count_leading(sampled.ids == drafted, draft_len)
-    new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
+    new_rows, emitted = emit(spec, rows, sampled, accepted, Source.DRAFTED)
     if spec.draft_head is not None:
         head_cache = drafting.correct(start, head_cache, hidden, sampled.ids)
         newest = jnp.maximum(emitted - 1, 0)
@@ -203,7 +203,7 @@ def _ends(spec: RolloutSpec, rows: Rows, new: Array) -> Array:
     return spec.turn_ends(jnp.concatenate([before, new], axis=1))
 
 
-def append(
+def emit(
     spec: RolloutSpec, rows: Rows, new: Tokens, from_draft: Array, kind: Source
 ) -> tuple[Rows, Array]:
     """Append tokens to unfinished rows, up to the end of a turn or the row's maximum length.

@@ -42,7 +42,7 @@ from specrl_jax.rollout.engine.text_states import (
     copy_to_next_chunk,
 )
 from specrl_jax.rollout.engine.texts import PackedTexts, TextPaths, Texts, pack_shape
-from specrl_jax.rollout.engine.verify import RowBlock, start_rows
+from specrl_jax.rollout.engine.verify import RowBlock, verify_and_sample
 from specrl_jax.rollout.rows import PADDING, Rows, put_rows, slot_ranks
 from specrl_jax.rollout.spec import RolloutSpec
 from specrl_jax.sharding import axes, on_shards
@@ -98,7 +98,7 @@ def prefill(
         def start_block(number: Array, state: tuple) -> tuple:
             rows, states, marks, decided = state
             block = take_block(number)
-            new_rows, states, read, new_decided = start_rows(
+            new_rows, states, read, new_decided = verify_and_sample(
                 spec, buckets.verify_width, model, compute, states, all_rows, drafts, block
             )
             marks = on_shards(_mark, marks, block.nodes, block.shard_row_ids, read, like=marks)
@@ -135,7 +135,7 @@ def _start_chunk(
     copied: Array | None,
     chunk: Array,
 ) -> tuple[TextStates, Callable]:
-    """Return a chunk's states, and the function that computes more of them, see `start_rows`."""
+    """Return a chunk's states and what computes more of them, see `verify_and_sample`."""
     if buckets.window_slots:
         model = Transformer(spec.model, weights)
         compute = functools.partial(compute_slots, model, sequences, buckets.window_slots)

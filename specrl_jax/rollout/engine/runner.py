@@ -26,7 +26,7 @@ from specrl_jax.rollout.engine.all_rows import (
     RowStarts,
     cut_drafts,
     empty_batch,
-    start_rows,
+    init_rows,
     write_held,
 )
 from specrl_jax.rollout.engine.append import append, pack_appended
@@ -118,7 +118,7 @@ class Runner:
     """
 
     def __init__(self, spec: RolloutSpec, weights: Params, requests: Requests):
-        """Start all rows; none has started.
+        """Make all rows; none runs yet.
 
         Raises ValueError if the shards would not have equally many groups.
         """
@@ -134,7 +134,7 @@ class Runner:
         self.stats = Stats()
         starts = RowStarts.of(spec, requests)
         noise = requests.noise
-        self.all_rows = start_rows(spec, int(noise.purpose), noise.key, starts)
+        self.all_rows = init_rows(spec, int(noise.purpose), noise.key, starts)
         self.background = starts.background  # bool [B], background rows
         self.finished = starts.done.copy()  # up to date where a rollout may end early
         # Of each row, int32 [B]: the tokens that it held when it last started or continued; the

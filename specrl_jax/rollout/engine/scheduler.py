@@ -77,7 +77,7 @@ class Scheduler:
         row_ids = []
         for queue, most in zip(queues, np.minimum(free, waiting).tolist()):
             count = most
-            if len(self.buckets.text_shapes) > 1:
+            if self.buckets.groups_start_whole:
                 count = whole_groups(queue, most, runner.spec.group_size)
             row_ids.append(np.array(queue[:count], int))
             del queue[:count]

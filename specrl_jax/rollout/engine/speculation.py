@@ -157,7 +157,7 @@ def time_steps(
 ) -> dict[tuple[int, int], float]:
     """Time decode steps of such a rollout with synthetic rows; return seconds by (rows, width).
 
-    sizes, widths: which ones to time; None: all. The rows are halfway through their responses, as
+    sizes, widths: which ones to time; empty: all. The rows are halfway through their responses, as
     kernels read what rows have filled. Rows that end within the timed steps are still computed, as
     finished rows are.
     """

@@ -1,9 +1,12 @@
-"""States of packed texts, computed window by window as they are needed.
+"""States of packed texts, computed window by window as they are needed: on CPUs alone.
 
-If compute is the bottleneck, slots that decide nothing are skipped. A chunk has one sequence per
-shard. Its slots are computed in windows of a fixed width: first the required slots, then, while a
-window has room, slots that may be needed next. A draft is computed piece by piece, up to the piece
-in which its row rejects. What two chunks share, mainly prompts, is copied from one to the next.
+There compute is the bottleneck, and slots that decide nothing are skipped (`Buckets.window_slots`
+> 0). Accelerators compute whole chunks; for them skip this file, `TextPaths` and `copied`.
+
+A chunk has one sequence per shard. Its slots are computed in windows of a fixed width: first the
+required slots, then, while a window has room, slots that may be needed next. A draft is computed
+piece by piece, up to the piece in which its row rejects. What two chunks share, mainly prompts, is
+copied from one to the next.
 
     slot     0 1 2 3 4 5 6 7 8        two drafts of the prompt a b c
     token    a b c d e f g h i

@@ -19,7 +19,7 @@ from specrl_jax.models.row_slices import read_slots
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import DraftTokens
 from specrl_jax.rollout.block import Residual
-from specrl_jax.rollout.engine.decode import append, policy_at
+from specrl_jax.rollout.engine.decode import emit, policy_at
 from specrl_jax.rollout.fused_sampling import FusedDistributions
 from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.rollout.sampling import TokenDistributions, uniforms
@@ -37,7 +37,7 @@ class RowBlock(NamedTuple):
     nodes: Array  # [b, S], slots of the rows' tokens in the computed sequences, as in `PackedTexts`
 
 
-def start_rows(
+def verify_and_sample(
     spec: RolloutSpec,
     verify_width: int,
     model: Transformer,
@@ -77,7 +77,7 @@ def start_rows(
         new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
     real = ~rows.done
     known = rows
-    rows, count = append(spec, rows, new, accepted, Source.REUSED)
+    rows, count = emit(spec, rows, new, accepted, Source.REUSED)
     if states.routing is not None:
         routing = _fill_routing(spec, known, states.routing, block.nodes)
         rows = dataclasses.replace(rows, tokens=dataclasses.replace(rows.tokens, routing=routing))
@@ -102,7 +102,7 @@ class _BlockTexts:
 
     spec: RolloutSpec
     model: Transformer
-    compute: Callable[[Any, Array, Array], Any]  # see `start_rows`
+    compute: Callable[[Any, Array, Array], Any]  # see `verify_and_sample`
     rows: Rows  # before they start
     block: RowBlock
 

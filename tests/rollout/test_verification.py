@@ -11,12 +11,12 @@ from small_runs import assert_same_run, interrupt, records, run_until_killed, sm
 from test_reused_noise import CHANGES, responses
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.draft_choice import DraftChoice, _draft_slots, time_verification
 from specrl_jax.rollout.engine.decode import decode_steps
 from specrl_jax.rollout.engine.prefill import prefill
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.requests import Requests
 from specrl_jax.rollout.sampling import NoiseKey
+from specrl_jax.rollout.verification import Verification, _draft_slots, time_verification
 from specrl_jax.telemetry.metrics import MetricsLog
 
 Q, G, R = 8, 4, 8
@@ -44,7 +44,7 @@ def rollouts(mesh):
 
 def test_the_worked_example():
     """3 ms a slot, 6 ms a token: 1,000 slots for 700 tokens pay, 400 for 100 do not."""
-    choice = DraftChoice((3e-3, 6e-3), slots=[400.0, 1000.0], accepted=[100.0, 700.0])
+    choice = Verification((3e-3, 6e-3), slots=[400.0, 1000.0], accepted=[100.0, 700.0])
     (line,) = choice.review()
     assert line.startswith("drafts on fresh noise cost 2.0 x what they save: from now on not ver")
     assert choice.skips == [True, False]
@@ -55,7 +55,7 @@ def test_the_worked_example():
     assert "reused noise cost 1.0 x what they save: from now on not verified" in second
 
 
-@pytest.mark.parametrize("choice", [DraftChoice(), DraftChoice(DEAR)], ids=["seconds", "counts"])
+@pytest.mark.parametrize("choice", [Verification(), Verification(DEAR)], ids=["seconds", "counts"])
 def test_what_is_not_known_is_verified(rollouts, choice):
     asked = requests(*rollouts[2:])
     assert choice.review() == []
@@ -75,7 +75,7 @@ def test_slots_of_drafts_by_hand():
 def test_drafts_are_skipped_by_kind_and_some_are_probed(rollouts):
     """One group in 16 is probed, another at each step; tokens stay the same."""
     spec, weights, prompts, drafts = rollouts
-    choice = DraftChoice(DEAR, skips=[True, False])
+    choice = Verification(DEAR, skips=[True, False])
     asked = requests(prompts, drafts, step=13, reused=[0, 1])
     lens = np.asarray(drafts.lens).reshape(Q, G)
     given = np.asarray(choice.skip(asked).drafts.lens).reshape(Q, G)
@@ -93,7 +93,7 @@ def test_drafts_are_skipped_by_kind_and_some_are_probed(rollouts):
 def test_counts_by_hand(rollouts):
     """All drafts are computed whole here; older counts fade."""
     spec, weights, prompts, drafts = rollouts
-    choice = DraftChoice(DEAR, slots=[100.0, 4.0], accepted=[40.0, 3.0])
+    choice = Verification(DEAR, slots=[100.0, 4.0], accepted=[40.0, 3.0])
     asked = requests(prompts, drafts, reused=[0, 1])
     result = generate(spec, weights, asked)
     choice.observe(asked, result)
@@ -108,10 +108,10 @@ def test_counts_by_hand(rollouts):
 
 
 def test_a_resumed_choice_is_the_same():
-    choice = DraftChoice((0.1, 0.3), [1.5, 2.5], [0.25, 1.0], [False, True])
+    choice = Verification((0.1, 0.3), [1.5, 2.5], [0.25, 1.0], [False, True])
     text = json.dumps(choice.host())
-    assert DraftChoice().restore(json.loads(text)) == choice
-    assert DraftChoice().restore(json.loads(json.dumps(DraftChoice().host()))) == DraftChoice()
+    assert Verification().restore(json.loads(text)) == choice
+    assert Verification().restore(json.loads(json.dumps(Verification().host()))) == Verification()
 
 
 def test_timing_runs_the_programs_of_rollouts(rollouts):

@@ -6,7 +6,7 @@ separately for rows on fresh and on reused noise: the latter accept far more. Dr
 than they save are skipped, except those of a few groups, which show when that changes.
 
 Applies only to rules that sample every token: with them a row has the same tokens without a draft.
-A choice is a pure function of `DraftChoice.host()`, so a resumed run repeats it.
+A choice is a pure function of `Verification.host()`, so a resumed run repeats it.
 
 Worked example: a slot takes 3 ms, a decoded token 6 ms. On reused noise 1,000 slots were computed
 for 700 accepted tokens: 3.0 s to save 4.2 s. On fresh noise 400 slots for 100 tokens: 1.2 s to save
@@ -36,7 +36,7 @@ KINDS = ("fresh", "reused")  # of noise; indexes the lists below
 
 
 @dataclasses.dataclass
-class DraftChoice(StatePart):
+class Verification(StatePart):
     """Counts of verified drafts by the kind of noise of their rows, and the resulting choices.
 
     Without timings all drafts are verified.
@@ -112,10 +112,10 @@ class DraftChoice(StatePart):
         names = ("seconds", "slots", "accepted", "skips")
         return {name: getattr(self, name) for name in names}
 
-    def restore(self, host: Mapping, arrays: object = None) -> "DraftChoice":
-        """Return a `DraftChoice` that continues where `host` was taken."""
+    def restore(self, host: Mapping, arrays: object = None) -> "Verification":
+        """Return a `Verification` that continues where `host` was taken."""
         seconds = host["seconds"]
-        return DraftChoice(**{**host, "seconds": tuple(seconds) if seconds else None})
+        return Verification(**{**host, "seconds": tuple(seconds) if seconds else None})
 
 
 def _kinds(requests: Requests) -> np.ndarray:
