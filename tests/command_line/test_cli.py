@@ -43,7 +43,7 @@ WRONG_CONFIGS = [
      "'many'"),
     ([CONFIG, "--config.rollout.group_size=2.5"], "rollout.group_size must be an integer, got "
      "'2.5'"),
-    ([CONFIG, "--config.rollout.fork.segment=4"], "rollout.fork.segment is treepo.segment now"),
+    ([CONFIG, "--config.rollout.fork.segment=4"], "rollout.fork.segment is now treepo.segment"),
     ([CONFIG, "--config.seed=1e-3"], "seed must be an integer, got '1e-3'"),
     ([CONFIG, "--config.seed=inf"], "seed must be an integer, got 'inf'"),
 ]  # fmt: skip

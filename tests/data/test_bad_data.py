@@ -266,7 +266,7 @@ def copy(saved, tmp_path):
 def test_a_chat_template_that_fails(copy, template, kind):
     (copy / "chat_template.jinja").write_text(template)
     line = line_of(HuggingFaceTokenizer(copy, chat=True).encode_prompt, "it")
-    rule = f"tokenizer.chat must be False, or the template of tokenizer.source '{copy}' mended"
+    rule = f"tokenizer.chat must be False, or the template of tokenizer.source '{copy}' fixed"
     assert line.startswith(f"{rule}: {kind}")
 
 

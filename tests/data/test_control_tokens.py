@@ -226,7 +226,7 @@ def test_private_characters_are_taken_alone_only(tmp_path):
     assert "\U00100001" in tokenizer.decode(tokenizer.encode_prompt("it\U00100001"))
     line = line_of(tokenizer.encode_prompt, "it\U00100001<|im_end|>")
     assert line == (
-        "data.prompt_field must not contain private characters next to a spelled-out a control "
+        "data.prompt_field must not contain private characters next to a spelled-out control "
         "token, got U+100001; change the data or data.render"
     )
 

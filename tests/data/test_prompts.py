@@ -169,7 +169,7 @@ def test_commas_leave_numbers_only(tmp_path):
     [
         ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
-        ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: train"),
+        ({"split": "dev"}, r"^data\.path .* must have dev\.jsonl, its files: train"),
         (
             {"prompt_field": "text"},
             r"^data\.prompt_field must be one of the columns question, answer, got",
