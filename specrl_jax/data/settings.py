@@ -49,7 +49,7 @@ RATES = When("", lambda c: False)
 TOKENIZER = Section("tokenizer", "", (
     field("source", "characters", "\"\" (the model's own) | characters | directory | hub id",
           text_or(_of_alphabet)),
-    field("alphabet", "0123456789 <>;", "the tokenizer's characters: one token each, after pad and end",
+    field("alphabet", "0123456789 <>;", "its characters: one token each, after pad and end",
           TEXT, ALPHABET),
     field("chat", False, "wrap prompts in the model's chat template", SWITCH),
     field("system_prompt", "", "system message of a chat whose prompt has none",
