@@ -32,13 +32,13 @@ def base() -> ConfigDict:
 
 
 def tiny(config: ConfigDict) -> None:
-    """0.3M random parameters learn to sort digits after a warm-up on flawed demonstrations.
+    """0.3M random parameters learn to sort digits after SFT on noisy demonstrations.
 
         python launch/train.py --config=configs/grpo.py
 
     Expect a held-out reward of about 0.3–0.4 at first and 0.9 at the end, in 3 to 7 minutes on 2
-    cores of an AMD EPYC without accelerator. Most of that time is compilation and a supervised
-    warm-up. It teaches what a whole run looks like, and how reuse grows: 77, 90 and 94 % of the
+    cores of an AMD EPYC without accelerator. Most of that time is compilation and SFT.
+    It teaches what a whole run looks like, and how reuse grows: 77, 90 and 94 % of the
     response tokens are reused in epochs 2, 3 and 4.
 
     Measured, three seeds: held out 0.40 → 0.89 ± 0.02 (standard error); 0.90 ± 0.01 without drafts
@@ -134,7 +134,7 @@ def smollm2(config: ConfigDict) -> None:
     config.reward.extract = r"(-?\d+)"
     config.rollout.prompts_per_step = 2
     config.rollout.response_len = 160
-    config.rollout.accept = "ratio"  # at this rate few tokens are re-drawn
+    config.rollout.accept = "ratio"  # at this learning rate few tokens are re-drawn
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 16
@@ -235,12 +235,13 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 
         python launch/train.py --config=configs/grpo.py:qwen3_1p7b
 
-    Expect the paper's results (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster,
-    average accuracy 46.7 → 48.0. There is no held-out reward, because the paper evaluates on other
-    data sets: set data.eval_path and evaluate.every to get one. It teaches the paper's settings.
-    model.source and data.name may be local directories.
+    Reproduces the paper's settings. Never run here. The paper reports (8 x H100): 554.8M → 182.7M
+    generated tokens, rollouts 2.29x faster, average accuracy 46.7 → 48.0. Expect no held-out
+    reward, because the paper evaluates on other data sets: set data.eval_path and evaluate.every
+    to get one. It teaches the paper's settings. model.source and data.name may be local
+    directories.
 
-    Measured: not run. docs/scaling.md has its memory according to compilers.
+    Measured: only its memory, according to compilers (docs/scaling.md).
     """
     _pretrained(config, "Qwen/Qwen3-1.7B-Base")
     config.model.remat = True
@@ -274,7 +275,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 def _pretrained(config: ConfigDict, source: str) -> None:
     """Set a pretrained model with its own tokenizer and chat template.
 
-    There is no supervised stage unless sft.steps is set; it then takes solutions as they are.
+    There is no SFT unless sft.steps is set; it then takes solutions as they are.
     """
     config.model.source = source
     config.tokenizer.source = ""

@@ -3,8 +3,9 @@
     python launch/train.py --config=configs/tool.py
 
 All other fields are those of configs/grpo.py:micro. A policy of random weights sees some
-demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, of which Python says all but the
-call and the last number. Then it asks itself. The tool's tokens are never trained on in episodes.
+demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, in which Python returns all but the
+call and the last number. Then it calls the tool itself. In episodes the tool's tokens are never
+trained on.
 
 Expect a held-out reward near 0.7, in some six minutes on 2 CPU cores. It teaches how a tool is
 called. Without the tool the same policy answers nothing right.

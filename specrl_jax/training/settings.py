@@ -27,39 +27,42 @@ RUN = Section("", "", (
 ))
 
 TRAIN = Section("train", "", (
-    field("epochs", 4, "passes over the training prompts, to the nearest step; paper 15", integer(),
-          BY_EPOCHS),
-    field("steps", 0, "> 0: exactly this many steps instead; paper 90", integer()),
+    field("epochs", 4, "passes over the training prompts, rounded to whole steps; paper 15",
+          integer(), BY_EPOCHS),
+    field("steps", 0, "steps of the run; 0: as many as train.epochs gives; paper 90", integer()),
 ), may_change=RESUMED)
 
-WARMUP = Section("sft", "supervised stage before step 1", (
-    field("steps", 600, "optimizer steps; 0: none", integer()),
-    field("batch_size", 64, "demonstrations per step", integer(1),
+WARMUP = Section("sft", "SFT, supervised fine-tuning before step 1", (
+    field("steps", 600, "SFT steps before step 1; 0: no SFT", integer()),
+    field("batch_size", 64, "demonstrations in one SFT step", integer(1),
           shards=Shards("update", WARM_UP)),
-    field("examples", 20_000, "demonstrations, none of held-out prompts; 0: all in a file",
+    field("examples", 20_000,
+          "demonstrations to train on, none of a held-out prompt; 0: all in the file",
           integer()),
-    field("mistake_rate", 0.08, "share of wrong digits in them; 0 if the data has solutions",
+    field("mistake_rate", 0.08,
+          "share of the demonstrations' digits that are wrong; 0 if the data has solutions",
           SHARE, neutral=0.0),
-    field("learning_rate", 2e-3, "AdamW, cosine to a tenth of it", WEIGHT),
+    field("learning_rate", 2e-3, "of AdamW in SFT; a cosine takes it down to a tenth", WEIGHT),
 ), on=WARM_UP)
 
 # launch/evaluate.py and generate.py read temperature and batch size too.
 EVALUATE = Section("evaluate", "", (
-    field("every", 8, "steps between evaluations, plus first and last step; 0: none", integer(),
-          may_change=RESUMED),
-    field("samples", 1, "responses per held-out prompt", integer(1), EVALUATED, SAMPLED, neutral=1,
-          may_change=RESUMED),
-    field("temperature", 1.0, "of sampling; 0: greedy; top-k and top-p are the rollout's",
+    field("every", 8, "steps between evaluations; the first and last step also have one; 0: none",
+          integer(), may_change=RESUMED),
+    field("samples", 1, "responses sampled for each held-out prompt",
+          integer(1), EVALUATED, SAMPLED, neutral=1, may_change=RESUMED),
+    field("temperature", 1.0, "sampling temperature; 0: greedy; top-k and top-p are the rollout's",
           GREEDY_OR_WARM, may_change=NEW_RUN),
-    field("batch_size", 256, "prompts per rollout", integer(1), may_change=RESUMED,
-          shards=Shards("rollout", EVALUATED)),
+    field("batch_size", 256, "held-out prompts that are sampled together",
+          integer(1), may_change=RESUMED, shards=Shards("rollout", EVALUATED)),
 ))
 
 CHECKPOINT = Section("checkpoint", "", (
     field("every", 16, "steps between checkpoints", integer(1)),
-    field("keep_last", 2, "newest checkpoints to keep; >= 2: the next step tests the weights",
+    field("keep_last", 2,
+          "newest checkpoints to keep; >= 2, because the last may diverge at the next step",
           integer(2)),
-    field("keep_best", 1, "evaluated steps with the best held-out reward, saved and kept",
+    field("keep_best", 1, "checkpoints to keep of the steps with the best held-out reward",
           integer(), EVALUATED, neutral=0),
 ), may_change=RESUMED)
 
@@ -67,20 +70,21 @@ LOG = Section("log", "", (
     field("tracker", "wandb",
           "none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard",
           choice(_trackers)),
-    field("report", True, "WORKDIR/report.html, at checkpoints and the end", SWITCH),
+    field("report", True, "write WORKDIR/report.html at every checkpoint and at the end", SWITCH),
     field("print_every", 20,
-          "N: show responses, also to the tracker, at step 1 and every N steps; 0: never",
+          "N: print and track responses at step 1 and every N steps; 0: never",
           integer()),
     field("rollouts", 0.02,
-          "share of prompts in WORKDIR/rollouts/step_N.jsonl; > 0: at least 8 a step", SHARE),
+          "share of a step's prompts to record in WORKDIR/rollouts, at least 8; 0: none", SHARE),
 ), may_change=RESUMED)
 
 MESH = Section("mesh", "", (
-    field("data", -1, "copies of the weights; -1: the devices that the other two leave",
+    field("data", -1, "replicas of the weights; -1: all devices that fsdp and tensor leave",
           integer(-1)),
-    field("fsdp", 1, "parts that weights, optimizer state and batch are split into", integer(-1)),
-    field("tensor", 1, "parts that heads, feed-forward and vocabulary are split into", integer(-1)),
-    field("rollout_devices", 0, "besides the mesh, for rollouts during updates; 0: take turns",
+    field("fsdp", 1, "shards of the weights, the optimizer state and the batch", integer(-1)),
+    field("tensor", 1, "shards of the heads, the feed-forward width and the vocabulary",
+          integer(-1)),
+    field("rollout_devices", 0, "more devices, which roll out during updates; 0: both take turns",
           integer(), BESIDE_UPDATES, neutral=0),
 ), may_change=RESUMED)
 # fmt: on
