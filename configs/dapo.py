@@ -6,8 +6,8 @@ Presets and all other fields are those of configs/grpo.py. Lenience and dual cli
 DAPO (arXiv 2509.23232).
 
 Expect from micro a held-out reward near 0.7 (standard error 0.04), within a minute on 2 cores of an
-AMD EPYC without accelerator, most of it for compilation. It teaches dynamic sampling: 18 steps take
-six passes over the prompts, as groups without signal are left out.
+AMD EPYC without accelerator, most of it for compilation. Use it to see dynamic sampling: 18
+steps take six passes over the prompts, as groups without signal are left out.
 
 Measured, micro, one seed: held out 0.63 → 0.69 in 18 steps; 91 to 99 % of the
 response tokens reused from epoch 2 on. The other presets were not measured with DAPO.

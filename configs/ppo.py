@@ -6,7 +6,8 @@ Presets and all other fields are those of configs/grpo.py. Lenience is SPEC-RL's
 (arXiv 2509.23232).
 
 Expect from micro a held-out reward near 0.7 (standard error 0.04), within a minute on 2 cores of an
-AMD EPYC without accelerator, most of it for compilation. It teaches what a critic changes.
+AMD EPYC without accelerator, most of it for compilation. Use it to see what a critic
+changes.
 
 Measured, micro, one seed: held out 0.63 → 0.70 in 18 steps, at best 0.75; 90 and 95 % of the
 response tokens reused in epochs 2 and 3. The other presets were not measured with PPO.

@@ -7,8 +7,8 @@ demonstrations of `<tool_call>123*456</tool_call>56088\\n56088`, in which Python
 call and the last number. Then it calls the tool itself. In episodes the tool's tokens are never
 trained on.
 
-Expect a held-out reward near 0.7, in some six minutes on 2 CPU cores. It teaches how a tool is
-called. Without the tool the same policy answers nothing right.
+Expect a held-out reward near 0.7, in some six minutes on 2 CPU cores. Use it to see how a
+tool is called. Without the tool the same policy answers nothing right.
 
 Measured: training reward 0.61 ± 0.04 in steps 1 to 10, 0.74 ± 0.05 in steps 29 to 38 (3 seeds);
 held out 0.54 → 0.71 in 60 steps (one seed). Most of a step starts the processes of 128 episodes.
