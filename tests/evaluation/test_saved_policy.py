@@ -427,7 +427,7 @@ def test_an_episode_is_printed_as_the_environment_plays_it(main, episodes, monke
 
 MISTAKES = [
     ("export --run=/nowhere --out=OUT", "--run must be the work directory of a run, got /nowhere"),
-    ("export --run=RUN --out=RUN", "--out must be a new or an empty directory, RUN is there"),
+    ("export --run=RUN --out=RUN", "--out must be a new or an empty directory, RUN already exists"),
     ("export --run=RUN --out=OUT --step=7", "no checkpoint of step 7, there are: "),
     ("export --run=RUN --out=OUT --step=x", "--step must be best, last or the number of a step"),
     ("export --run=RUN --out=OUT --base=x", "--base needs --adapters: without it all weights are"),
