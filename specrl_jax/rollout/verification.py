@@ -109,8 +109,12 @@ class Verification(StatePart):
 
     def host(self) -> dict:
         """Return everything that choices depend on, as values that JSON preserves exactly."""
-        names = ("seconds", "slots", "accepted", "skips")
-        return {name: getattr(self, name) for name in names}
+        return {  # copies: a checkpoint may be written while the next step counts
+            "seconds": self.seconds,
+            "slots": [*self.slots],
+            "accepted": [*self.accepted],
+            "skips": [*self.skips],
+        }
 
     def restore(self, host: Mapping, arrays: object = None) -> "Verification":
         """Return a `Verification` that continues where `host` was taken."""

@@ -114,6 +114,16 @@ def test_a_resumed_choice_is_the_same():
     assert Verification().restore(json.loads(json.dumps(Verification().host()))) == Verification()
 
 
+def test_what_a_checkpoint_was_given_stays_as_it_was():
+    choice = Verification((1.0, 1.0), slots=[4.0, 0.0], accepted=[1.0, 0.0])
+    given = choice.host()
+    text = json.dumps(given)
+    choice.review()
+    choice.slots[1] = 9.0
+    choice.accepted[1] = 9.0
+    assert json.dumps(given) == text
+
+
 def test_timing_runs_the_programs_of_rollouts(rollouts):
     spec, weights, prompts, drafts = rollouts
     asked = requests(prompts, drafts)
