@@ -1,4 +1,4 @@
-"""The update's settings (`UpdateSpec`), the state it changes (`PolicyState`), its optimizer."""
+"""Settings of the update (`UpdateSpec`), state it changes (`PolicyState`), and its optimizer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -118,7 +118,7 @@ class UnsuitedTestsError(BaseException):  # which tests that expect an Exception
 
 
 class _BrokenError(BaseException):
-    """The response's process has ended, wants to end, or sends nonsense."""
+    """Error: the response's process has ended, wants to end, or sends nonsense."""
 
 
 class CodeProcess(contextlib.AbstractContextManager):

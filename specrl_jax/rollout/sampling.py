@@ -237,7 +237,7 @@ def temper(logits: Array, config: SamplingConfig) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class TokenDistributions:
-    """The policy's distributions at positions of rows: samples and scores tokens."""
+    """Distributions of the policy at positions of rows: samples and scores tokens."""
 
     logits: Array  # [B, ..., V], tempered
     truncated: Array  # [B, ..., V], also by top-k and top-p: sampled from

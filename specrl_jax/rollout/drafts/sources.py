@@ -137,7 +137,7 @@ def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class DraftChoice:
-    """What a choice of `rollout.draft` does."""
+    """Meaning of a choice of `rollout.draft`."""
 
     # Earlier responses are verified by `rollout.accept`.
     verifies_previous: bool = False

@@ -104,7 +104,7 @@ class Buckets:
 
     @property
     def groups_start_whole(self) -> bool:
-        """Whether rows of a group start together: later ones would compute the prompt again."""
+        """Return whether a group's rows start together: later ones would recompute the prompt."""
         return len(self.text_shapes) > 1
 
     @functools.cached_property
