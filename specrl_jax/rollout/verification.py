@@ -91,7 +91,8 @@ class Verification(StatePart):
         if requests.drafts is None:
             return
         kinds = _kinds(requests)
-        accepted = hosts.fetch(result.rollout.prefix_lens)
+        # A row that resumes has accepted tokens of earlier drafts as well.
+        accepted = np.minimum(hosts.fetch(result.rollout.prefix_lens), result.draft_lens)
         slots = _draft_slots(result.draft_lens, accepted, result.stats.draft_slots)
         for kind in range(len(KINDS)):
             here = (kinds == kind) & (result.draft_lens > 0)

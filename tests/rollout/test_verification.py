@@ -1,6 +1,7 @@
 """Which drafts are verified: by hand, in rollouts and in whole runs. No choice changes a token."""
 
 import json
+import types
 
 import jax
 import numpy as np
@@ -105,6 +106,20 @@ def test_counts_by_hand(rollouts):
     assert share >= 1
     expected = [75 + share * lens[~rows].sum(), 3 + share * lens[rows].sum()]
     assert choice.slots == pytest.approx(expected)
+
+
+def test_tokens_of_earlier_drafts_are_not_counted():
+    """A row that resumes had accepted 6 tokens before; its draft of 2 more saves at most 2."""
+    result = types.SimpleNamespace(
+        rollout=types.SimpleNamespace(prefix_lens=np.array([7])),
+        draft_lens=np.array([2]),
+        stats=types.SimpleNamespace(draft_slots=2.0),
+    )
+    prompts = ref.make_prompts([[1]], 3)
+    drafts = types.SimpleNamespace(lens=np.array([8]))
+    choice = Verification()
+    choice.observe(Requests(prompts, NoiseKey(None, 5), drafts), result)
+    assert (choice.slots, choice.accepted) == ([2.0, 0.0], [2.0, 0.0])
 
 
 def test_a_resumed_choice_is_the_same():
